@@ -27,6 +27,8 @@ settings.load_profile("tests")
 
 NO_TORCH_XLA = find_spec("torch_xla") is None
 OF_TORCH_XLA = {"torch_xla", "_XLAC"}
+FRONTENDS = [name for name in ("torch_xla", "torchax") if find_spec(name) is not None]
+"""Those installed. None is imported to see: torchax makes jax a device of torch, which other tests must not find."""
 of_torch_xla = pytest.mark.skipif(NO_TORCH_XLA, reason="about torch_xla itself, which is not installed")
 
 
@@ -80,6 +82,13 @@ def _chain(error):
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+@pytest.fixture(autouse=True)
+def keeps_devices():
+    """No test leaves torch with torchax's device."""
+    yield
+    assert not hasattr(sys.modules.get("torch"), "jax"), "this test imported torchax: see FRONTENDS"
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -26,11 +26,11 @@ from autoshard.show.report import plan_report
 from autoshard.sources import load_source
 from autoshard.stablehlo.reader import build_graph
 from tests.attention.small import Decoder, graph_of, source
+from tests.conftest import FRONTENDS
 
 
-@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+@pytest.mark.parametrize("frontend", FRONTENDS)
 def test_an_attention_and_its_gradient_are_one_op_each(frontend):
-    pytest.importorskip(frontend)
     graph = graph_of(source(), "tpu-v5e", frontend)
     kinds = [op.kind for op in graph.ops if op.kind in (FORWARD, GRADIENT)]
     assert kinds == [FORWARD, FORWARD, GRADIENT, GRADIENT]
@@ -54,19 +54,17 @@ def test_a_device_of_a_file_has_the_kernels_of_its_target():
     assert any(op.kind == FORWARD for op in graph_of(source(), device, "torchax").ops)
 
 
-@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+@pytest.mark.parametrize("frontend", FRONTENDS)
 def test_what_is_written_out_leaves_no_op_of_the_kernel(frontend):
     """Such a program is recorded without the device's switch, and captured again without it."""
-    pytest.importorskip(frontend)
     device, plain = (graph_of(source(), device, frontend).program for device in ("h100", None))
     assert device.switches == plain.switches
     assert [op.name for op in device.ops] == [op.name for op in plain.ops]
 
 
-@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+@pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize(("saved", "count"), [("flash", 1), ("efficient", 1), (None, 2)])
 def test_a_selective_checkpoint_saves_it_by_the_names_of_pytorch(saved, count, frontend):
-    pytest.importorskip(frontend)
     wanted = [torch.ops.aten.mm.default if saved is None else named(saved)]
 
     class Net(nn.Module):

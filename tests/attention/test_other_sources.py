@@ -14,6 +14,7 @@ from autoshard.errors import CaptureError
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.frontends.switches.table import active
 from autoshard.stablehlo.reader import build_graph
+from tests.conftest import FRONTENDS
 
 pytest.importorskip("torch_xla")
 WINDOW = 20
@@ -84,10 +85,9 @@ def test_what_cannot_be_captured_is_said():
     ("device", "form"),
     [("tpu-v5e", Form(0.125, causal=True, segments=True)), ("h100", Form(0.125, bias=True))],
 )
-@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+@pytest.mark.parametrize("frontend", FRONTENDS)
 def test_packed_documents_are_segments_where_a_kernel_has_them(device, form, frontend):
     """transformers finds them by positions that begin anew."""
-    pytest.importorskip(frontend)
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, num_hidden_layers=1,

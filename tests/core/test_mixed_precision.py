@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,8 @@ from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.mesh import Mesh
 from autoshard.sources import SourceOptions
 from autoshard.verify.eager import eager_step
+from tests.conftest import FRONTENDS
 
-FRONTENDS = [name for name in ("torch_xla", "torchax") if importlib.util.find_spec(name) is not None]
 HALF = 2e-2
 """`verify.run.HALF_TOLERANCE`, whose module wants torch_xla."""
 

@@ -3,13 +3,13 @@
 import pytest
 
 from autoshard.experts.form import FORWARD, GRADIENT, Form
+from tests.conftest import FRONTENDS
 from tests.experts.small import TOKENS, D, E, F, graph_of, source
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+@pytest.mark.parametrize("frontend", FRONTENDS)
 def test_experts_and_their_gradient_are_one_op_each(frontend, implementation):
-    pytest.importorskip(frontend)
     graph = graph_of(source(implementation=implementation), "tpu-v5e", frontend)
     found = [op for op in graph.ops if op.kind in (FORWARD, GRADIENT)]
     assert [op.kind for op in found] == [FORWARD, FORWARD, GRADIENT, GRADIENT]

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import traceback
-from importlib.util import find_spec
 
 DEVICES = 8
 if __name__ == "__main__":
@@ -17,8 +16,8 @@ if __name__ == "__main__":
 
 from autoshard.errors import AutoshardError  # noqa: E402
 from benchmarks import eager_cases, eager_steps  # noqa: E402
+from tests.conftest import FRONTENDS  # noqa: E402
 
-FRONTENDS = [name for name in ("torch_xla", "torchax") if find_spec(name) is not None]
 MLP = "perceptron"
 WRITTEN = ("SGD momentum", "Adam amsgrad", "Rprop foreach")
 MASTERS = tuple(f"masters by {way}" for way in ("copy", "foreach", "data"))

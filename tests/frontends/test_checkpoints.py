@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.util
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +23,8 @@ from autoshard.frontends.switches.table import active
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh
 from autoshard.stablehlo.reader import build_graph
+from tests.conftest import FRONTENDS
 
-FRONTENDS = [name for name in ("torch_xla", "torchax") if importlib.util.find_spec(name) is not None]
 Run = Callable[[torch.nn.ModuleList, torch.Tensor], torch.Tensor]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 
 import pytest
@@ -16,9 +15,9 @@ from autoshard.frontends.switches.remat import blocks_of
 from autoshard.frontends.switches.table import active
 from autoshard.plans.remat import LEVELS, remat_of, switch_value
 from autoshard.stablehlo.reader import build_graph
+from tests.conftest import FRONTENDS
 from tests.frontends.test_checkpoints import Net, each, mean_square, plain, products
 
-FRONTENDS = [name for name in ("torch_xla", "torchax") if importlib.util.find_spec(name) is not None]
 CHECKPOINTS = {"none": plain, "not reentrant": each, "reentrant": partial(each, use_reentrant=True)}
 PATHS = some.sampled_from([f"{prefix}.{i}" for prefix in ("layers", "down.blocks") for i in range(12)] + ["stem"])
 

@@ -24,6 +24,7 @@ from autoshard.frontends.switches.table import DEFAULT, active
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.frontends.tracing import ops
 from autoshard.frontends.tracing.sequence import AtenSequence
+from tests.conftest import FRONTENDS
 from tests.frontends.models import float_reshapes
 
 B, S, H, D, V = 2, 6, 4, 8, 11
@@ -523,9 +524,8 @@ def test_values_are_counted_between_bounds_as_torch_does(bins: int, low: float, 
     assert torch.equal(histc(values, bins, low, high), torch.histc(values, bins, low, high))
 
 
-@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+@pytest.mark.parametrize("frontend", FRONTENDS)
 def test_counts_between_bounds_are_captured(frontend: str) -> None:
-    pytest.importorskip(frontend)
 
     class Counts(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
