@@ -426,30 +426,36 @@ class _Run:
         """
         scale = abs(dual.bound) or 1e-9 * dual.forbidden
         labels = sum(net.size(i) for i in net.alive)
+        most = math.inf  # a width that leaves too much
         for _ in range(NEAR_TRIES):
             span = self.objective - dual.bound
             width = min(self._width * scale, span)
             if self.late or width > NEAR_MOST * scale:
                 break
             upper = dual.bound + width
+            narrower = max(width / scale / NEAR_STEP, NEAR_LEAST)
             part = net.copy(passing=True)
             try:
                 dual.fix(part, upper)
                 if sum(part.size(i) for i in part.alive) > NEAR_SHARE * labels:
-                    return False
+                    most, self._width = width / scale, narrower
+                    continue
                 reduce(part, dominance=False, deadline=self.deadline)
                 cost = self._exactly(net, part, dual, upper)
             except ImpossibleError:
                 cost = math.inf
             if cost is None:  # too large
-                self._width = max(width / scale / NEAR_STEP, NEAR_LEAST)
+                self._width = narrower
                 break
             self.raise_bound(min(cost, upper * (1.0 - math.copysign(1e-12, upper)), self.objective))
             if cost <= upper or width >= span:
                 return True
             span = (self.objective - dual.bound) / scale
             wider = width / scale * NEAR_STEP
-            self._width = span if span <= NEAR_STEP * wider else wider
+            wider = span if span <= NEAR_STEP * wider else wider
+            if wider >= most:
+                break
+            self._width = wider
         return False
 
     def _exactly(self, net: Network, part: Network, dual: Dual, upper: float) -> float | None:
