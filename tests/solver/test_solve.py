@@ -5,10 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.solver import solve as solver
+from autoshard.solver.dual import Dual
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status, Usage
 from autoshard.solver.solve import solve
-from tests.solver.random_problems import best_by_enumeration, examples, least_peak_by_enumeration, random_problem
+from tests.solver.random_problems import (
+    best_by_enumeration,
+    examples,
+    least_peak_by_enumeration,
+    planted_problem,
+    random_problem,
+)
 from tests.solver.transformer_like import transformer_like
 
 seeds = st.integers(0, 2**32 - 1)
@@ -44,6 +52,18 @@ def test_repeated_layers_are_solved_to_optimality(share):
     assert solution.status is Status.OPTIMAL
     again = solve(problem, time_limit=120)
     assert again == solution
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tight_bound_needs_no_integer_program_where_rounding_fails(monkeypatch, seed):
+    problem, sweeps, sweep = planted_problem(seed), [], Dual.sweep
+    monkeypatch.setattr(Dual, "rounded", lambda *_, **__: None)
+    monkeypatch.setattr(Dual, "sweep", lambda dual: sweeps.append(sweep(dual)) or sweeps[-1])
+    monkeypatch.setattr(solver.ilp, "solve_ilp", lambda *_, **__: pytest.fail("an integer program is asked"))
+    solution = solve(problem)
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == pytest.approx(10 * len(problem.node_costs), rel=1e-9)
+    assert len(sweeps) <= sum(solver.DUAL_SWEEPS[:2])
 
 
 def test_the_limit_costs_something_and_is_kept():
