@@ -5,8 +5,8 @@
    that happens to be feasible is optimal.
 3. Otherwise bound by dual ascent (`dual.py`), find incumbents by rounding, local search and tree moves (`search.py`),
    fix by reduced costs, presolve again, and give the rest to the integer program (`ilp.py`).
-4. Where that is too large, dual ascent and strategic oscillation (`oscillate.py`) run in two threads until neither
-   gains.
+4. Where that is too large, dual ascent and strategic oscillation (`oscillate.py`) run in two threads until what lies
+   near the bound is solved exactly, or neither gains.
 
 Whatever takes long watches the deadline. A KeyboardInterrupt ends the solve with the incumbent. `objective.py`, which
 shares no code with the search, re-evaluates every choice returned.
@@ -390,7 +390,7 @@ class _Run:
         return found
 
     def _alternate(self, net: Network, dual: Dual, held: list[int] | None = None) -> None:
-        """Dual ascent and oscillation in two threads, until neither gains or time is over.
+        """Dual ascent and oscillation in two threads, until `_near` proves an optimum, neither gains or time is over.
 
         They exchange multipliers and costs after fixed numbers of sweeps and rounds, not of seconds, so that the result
         does not depend on which of them is faster.
@@ -413,6 +413,8 @@ class _Run:
                     if search.best is not None:
                         self.offer(net.expand(search.best), "search")
                 self._learn(dual)
+                if not self.optimal and self._near(net, dual):
+                    return
                 self.report("search")
                 gained = (objective - self.objective) + (self.bound - bound)
                 stalled = 0 if gained > LEAST_GAIN * (objective - bound) else stalled + 1
@@ -422,7 +424,8 @@ class _Run:
 
         What costs more than bound + width is forbidden. A choice left that costs no more than that is optimal; with
         none left, bound + width is a bound. A tight dual leaves so little that dynamic programming (or a small integer
-        program, under memory rows) ends at once, where rounding fails on ties and forbidden pairs.
+        program, under memory rows) ends at once, where rounding fails on ties and forbidden pairs. What leaves too
+        much is tried narrower.
         """
         scale = abs(dual.bound) or 1e-9 * dual.forbidden
         labels = sum(net.size(i) for i in net.alive)

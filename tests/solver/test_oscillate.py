@@ -13,10 +13,16 @@ from autoshard.solver.eliminate import exact_minimum
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.objective import evaluate
 from autoshard.solver.oscillate import Oscillation
-from autoshard.solver.problem import Problem
+from autoshard.solver.problem import Problem, Status
 from autoshard.solver.reduce import tighten_rows
 from autoshard.solver.solve import solve
-from tests.solver.random_problems import best_by_enumeration, best_of_network, examples, random_problem
+from tests.solver.random_problems import (
+    best_by_enumeration,
+    best_of_network,
+    examples,
+    planted_problem,
+    random_problem,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -104,6 +110,20 @@ def test_bound_and_search_beside_each_other_bracket_the_optimum(seed):
     if solution.choice:
         assert evaluate(problem, solution.choice).feasible
         assert solution.objective >= best - tolerance
+
+
+def test_beside_the_search_a_tight_bound_is_solved_exactly(monkeypatch):
+    problem = planted_problem(0)
+    for name in ("LARGEST_PROGRAM", "LARGEST_UNKNOWN"):  # too large for an integer program
+        monkeypatch.setattr(solver, name, 0)
+    monkeypatch.setattr(solver, "DUAL_SWEEPS", (2,))
+    monkeypatch.setattr(Dual, "rounded", lambda *_, **__: None)
+    runs: list[int] = []
+    monkeypatch.setattr(Oscillation, "run", lambda *_: runs.append(1))  # finds nothing
+    solution = solve(problem)
+    assert solution.status is Status.OPTIMAL
+    assert solution.objective == pytest.approx(10 * len(problem.node_costs), rel=1e-9)
+    assert len(runs) == 1
 
 
 def loop(seed, n=40, k=6):
