@@ -60,12 +60,10 @@ NEAR_PROGRAM, NEAR_TIME = 60_000, 3.0
 """Entries of the integer program's matrix, and seconds, of such a piece under memory rows."""
 
 LARGEST_PROGRAM, LARGEST_UNKNOWN = 1_000_000, 4_000_000
-"""Nonzeros of the integer program up to which it is tried with an incumbent, and without one: presolve ignores limits.
-"""
+"""Nonzeros of the integer program up to which it is tried with an incumbent, and without: presolve ignores limits."""
 ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 6
 """Beyond the integer program: sweeps of the dual, and rounds of the search beside them, between two exchanges; that
-many
-exchanges in a row that close less than this share of the gap end the solve."""
+many exchanges in a row that close less than this share of the gap end the solve."""
 RELAXED_PARTS = 2, 5
 """Parts of a round that a relaxation at one price of memory takes, at first and at the best prices."""
 CROSSING, CLOSE = 0.5, 1e-3
@@ -74,8 +72,7 @@ program."""
 REDUCING = 0.5
 """Share of the time left that reductions may take; a solve with little time goes on with what is reduced by then."""
 PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
-"""Most seconds for minimising the peak, which goes into the message when no choice is feasible; least seconds for it.
-"""
+"""Most seconds for minimising the peak, which goes into the message when no choice is feasible; least for it."""
 
 
 class GoalOutOfReachError(Exception):
@@ -423,9 +420,8 @@ class _Run:
         """Solve exactly what reduced costs leave a little above the dual bound; whether the optimum is proved.
 
         What costs more than bound + width is forbidden. A choice left that costs no more than that is optimal; with
-        none left, bound + width is a bound. A tight dual leaves so little that dynamic programming (or a small integer
-        program, under memory rows) ends at once, where rounding fails on ties and forbidden pairs. What leaves too
-        much is tried narrower.
+        none left, bound + width is a bound; a width that leaves too much shrinks. A tight dual leaves so little that
+        dynamic programming (or a small integer program, under memory rows) ends at once, where rounding fails.
         """
         scale = abs(dual.bound) or 1e-9 * dual.forbidden
         labels = sum(net.size(i) for i in net.alive)
