@@ -136,7 +136,7 @@ def compile_module(
         order: partition -> device, devices numbered by slice or host, then by coordinates, then within the chip (see
             `cost/machine/layout.py`); default partition i on device i.
         whole: also have a TPU's compiler generate code, most of its time, without which the text has no estimates of
-            cycles. Other compilers always do.
+            cycles. A GPU's never does, a CPU's always.
         cache_dir: cache of compiled programs; default `files.cache_dir()`.
         timeout: seconds after which the compiler is stopped.
 

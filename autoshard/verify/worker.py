@@ -28,23 +28,23 @@ _LAYOUTS = ("result_layout", "operand_layouts", "result_layouts", "xla_entry_com
 _PRINTED_WHOLE = 8
 
 _STEP = "autoshard_step"
-"""Module name by which libtpu's dump of the program is found: it also compiles small parts as modules of their own."""
+"""Module name by which the dump of the program is found: libtpu also compiles small parts as modules of their own."""
 
-_SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
-"""libtpu's dump after buffer assignment, before code generation, which takes nearly all of its time."""
+_BUFFERS = "after_optimizations-buffer-assignment.txt"
+"""The dump of the buffer assignment, before code generation, which takes most of a compiler's time."""
+
+_SCHEDULED = {"tpu": "after_optimizations_after_buffer_assignment.txt", "gpu": "after_optimizations.txt"}
+"""Dumps of the scheduled program; libtpu writes it after the buffers, XLA's GPU compiler before them."""
 
 _GENERATED = "after_codegen.txt"
 """libtpu's dump after code generation, with its estimates of cycles. jaxlib (0.10.2) cannot read some of these programs
 from memory (with an `async-update` of three operands)."""
 
-_BUFFERS = "after_optimizations-buffer-assignment.txt"
-"""libtpu's dump just before both."""
-
 _TUPLE_PARTS = re.compile(r"\(size=\d+,offset=\d+\): \(")
 """A heap value that locates the parts of a tuple and occupies no bytes itself."""
 
-_RESERVED = 31 * 512
-"""Bytes of a libtpu program beside its heap."""
+_RESERVED = {"tpu": 31 * 512, "gpu": 0}
+"""Bytes of a program beside its heap."""
 
 _LOOK_S = 0.05
 """Polling interval for dumps, in seconds."""
@@ -66,22 +66,22 @@ def main() -> None:
     def compiled() -> tuple[str, dict[str, Any]]:
         return compile_for(module, target, donate, request.get("order", []))
 
-    if target.family == "tpu":
-        last = _GENERATED if request.get("whole") else _SCHEDULED
-        text, result = _dumped(request_path.parent / "dump", target, compiled, last)
-    else:
+    if target.family == "cpu":
         text, result = compiled()
+    else:
+        wanted = _GENERATED if request.get("whole") else _SCHEDULED[target.family]
+        text, result = _dumped(request_path.parent / "dump", target, compiled, wanted)
     with gzip.open(request_path.parent / "hlo.txt.gz", "wt", compresslevel=3) as out:
         out.write(text)
     (request_path.parent / "result.json").write_text(json.dumps(result))
-    if target.family == "tpu":
+    if target.family != "cpu":
         os._exit(0)  # the compiler is still generating code that is not needed
 
 
 def _dumped(
-    dump: Path, target: Target, compiled: Callable[[], tuple[str, dict[str, Any]]], last: str
+    dump: Path, target: Target, compiled: Callable[[], tuple[str, dict[str, Any]]], wanted: str
 ) -> tuple[str, dict[str, Any]]:
-    """The result of `compiled`, from libtpu's dump `last` as soon as it is written.
+    """The result of `compiled`, from the compiler's dumps of buffers and of the program (`wanted`) once both are there.
 
     Passes take seconds, code generation minutes. Without a dump, `compiled` runs to its end.
     """
@@ -92,6 +92,7 @@ def _dumped(
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
     start = time.perf_counter()
     running = ThreadPoolExecutor(1).submit(compiled)
+    last = _BUFFERS if target.family == "gpu" else wanted
     size, done = -1, False
     while not done:
         time.sleep(_LOOK_S)
@@ -99,16 +100,27 @@ def _dumped(
         for path in dump.glob(f"*.{_STEP}.*{last}"):
             if done or path.stat().st_size == size > 0:
                 seconds = time.perf_counter() - start
-                buffers = path.with_name(path.name.removesuffix(last) + _BUFFERS).read_text()
-                return _shortened(path.read_text(), target), {"seconds": seconds, "memory": laid_out(buffers)}
+                stem = path.name.removesuffix(last)
+                memory = laid_out(path.with_name(stem + _BUFFERS).read_text(), _RESERVED[target.family])
+                text = _readable(path.with_name(stem + wanted).read_text(), target)
+                return text, {"seconds": seconds, "memory": memory}
             size = path.stat().st_size
     return running.result()
 
 
-def laid_out(assignment: str) -> dict[str, int]:
+def _readable(dumped: str, target: Target) -> str:
+    """A dumped program as executables print theirs: a GPU's asynchronous collectives are dumped as calls."""
+    from jax._src.lib import xla_client as xc
+
+    if target.family == "gpu":
+        return _print(xc.hlo.hlo_module_from_text(dumped), target)
+    return _shortened(dumped, target)
+
+
+def laid_out(assignment: str, reserved: int) -> dict[str, int]:
     """Bytes of arguments, results, those that share a buffer, and the rest, as XLA prints a buffer assignment.
 
-    Counts device memory (color 0), as `get_compiled_memory_stats` does.
+    Counts device memory (color 0) and what is `reserved` beside a heap, as `get_compiled_memory_stats` does.
     """
     memory = {"argument": 0, "output": 0, "temp": 0, "alias": 0}
     for allocation in re.split(r"^allocation \d+: ", assignment, flags=re.MULTILINE)[1:]:
@@ -121,7 +133,7 @@ def laid_out(assignment: str) -> dict[str, int]:
         memory["output"] += int(size) * result
         memory["alias"] += int(size) * (argument and result)
         if words[-1] == "preallocated-temp:" and not all(_TUPLE_PARTS.search(value) for value in values):
-            memory["temp"] += int(size) + _RESERVED
+            memory["temp"] += int(size) + reserved
     return memory
 
 
