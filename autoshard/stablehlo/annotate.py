@@ -138,9 +138,9 @@ def _check(graph: Graph, annotations: Annotations, mesh: Mesh) -> None:
     specs += [(value, hop) for (value, _), hops in annotations.hops.items() for hop in hops]
     for value, spec in specs:
         try:
-            mesh.check(spec, graph.type_of(value).shape, describe(graph, value))
+            mesh.check(spec, graph.type_of(value).shape, "")
         except ValueError as error:
-            raise AnnotationError(str(error)) from None
+            raise AnnotationError(f"{describe(graph, value)}{error}") from None
 
 
 def describe(graph: Graph, value: Value) -> str:

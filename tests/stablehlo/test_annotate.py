@@ -179,6 +179,12 @@ def test_what_cannot_be_annotated_is_refused_by_name():
         written(Annotations({}, {(W, 2): ((), ())}))
 
 
+def test_only_what_is_refused_is_put_in_words(monkeypatch):
+    monkeypatch.setattr("autoshard.stablehlo.annotate.describe", lambda *_: pytest.fail("it looks through all outputs"))
+    made, graph = program()
+    annotate(made, graph, Annotations({X: (("data",), ()), graph.aten_outputs[2, 0]: (("data",), ("model",))}), MESH)
+
+
 def test_what_a_loop_or_branch_reads_inside_gets_its_copy():
     """jax passes a branch nothing: it reads what is around it."""
     made = program_from_text(
