@@ -22,7 +22,7 @@ ROUNDS = 10
 FIRST_PRICE, DEARER = 0.1, 4.0
 """First upper limit of a price, as a fraction of the cost for all the memory; factor on it where that is not enough."""
 
-NODES, PRECISE = 1000, 1e-4
+NODES, PRECISE = 100, 1e-4
 """Nodes of the integer program's search tree at most, and its gap."""
 SAME = 1e-3
 """Prices that differ by no more than this share are not tried again."""
@@ -59,9 +59,11 @@ class Crossing:
         self.prices = np.zeros(len(net.room))
         self.bound = -np.inf
         self.best: Cut | None = None
+        self._deadline = np.inf
 
     def run(self, deadline: float, close: float) -> None:
         """Try prices until the gap is at most `close`, or time is over; those that repeat for longer, once."""
+        self._deadline = deadline
         prices, tried = self.prices, list[Array]()
         while len(tried) < ROUNDS and time.perf_counter() < deadline:
             again = sum(np.allclose(prices, other, rtol=SAME, atol=0.0) for other in tried)
@@ -125,12 +127,14 @@ class Crossing:
         rows, same = np.unique(used[binding] / self._unit, axis=0, return_inverse=True)
         room = np.full(len(rows), np.inf)
         np.minimum.at(room, same.ravel(), -less.over[binding] / self._unit)
+        kept = _unimplied(rows, room)
+        left = max(0.0, self._deadline - time.perf_counter())
         found = milp(
             costs / scale,
             integrality=np.ones(len(parts), np.int64),
             bounds=Bounds(0.0, 1.0),
-            constraints=LinearConstraint(rows, ub=room),
-            options={"node_limit": NODES, "mip_rel_gap": PRECISE},
+            constraints=LinearConstraint(rows[kept], ub=room[kept]),
+            options={"node_limit": NODES, "mip_rel_gap": PRECISE, "time_limit": left},
         )
         choice, over = list(less.choice), less.over.copy()
         for part, change, share in zip(parts, used.T, () if found.x is None else found.x, strict=False):
@@ -176,6 +180,14 @@ class Crossing:
                 spend(net.pair_terms(u, v), *(pairs if u < v else [pair[::-1] for pair in pairs]))
         used: Array = np.cumsum(change)[:-1]
         return cost, used
+
+
+def _unimplied(rows: Array, room: Array) -> Array:
+    """Which of these distinct constraints `rows` @ x <= `room`, x >= 0, no other implies: each layer repeats many."""
+    kept = np.ones(len(rows), dtype=bool)
+    for row in np.argsort(-room):
+        kept[row] = (np.all(rows[kept] >= rows[row], axis=1) & (room[kept] <= room[row])).sum() == 1
+    return kept
 
 
 def _fits(cut: Cut) -> bool:

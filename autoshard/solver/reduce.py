@@ -287,19 +287,27 @@ def merge_twins(net: Network, *, deadline: float = np.inf) -> None:
             break
         if net.size(i) < 2:
             continue
-        terms = list(net.node_terms[i].values())
-        pairs: tuple[list[Array], list[Array]] = [], []
-        for v in net.adj[i]:
-            pairs[0 if i < v else 1].extend(net.pair_terms(i, v).values())
-        arrays = (net.costs(i), *net.adj[i].values(), *terms, *pairs[0], *pairs[1])
-        ends = len(net.adj[i]), len(terms), len(pairs[0])
+        ends, arrays = _around(net, i)
         keep = net.memo.get(("twins", *ends), arrays, partial(_cheapest_twins, net, ends))
         if len(keep) < net.size(i):
             net.restrict(i, keep)
 
 
+def _around(net: Network, node: int) -> tuple[tuple[int, int, int], tuple[Array, ...]]:
+    """A node's costs, matrices, own memory terms and pair terms (either way); how many there are of the middle three.
+
+    The arrays of all copies of a layer are the same objects.
+    """
+    terms = net.node_terms[node].values()
+    pairs: tuple[list[Array], list[Array]] = [], []
+    for v in net.adj[node]:
+        pairs[0 if node < v else 1].extend(net.pair_terms(node, v).values())
+    ends = len(net.adj[node]), len(terms), len(pairs[0])
+    return ends, (net.costs(node), *net.adj[node].values(), *terms, *pairs[0], *pairs[1])
+
+
 def _cheapest_twins(net: Network, ends: tuple[int, int, int], cost: Array, *arrays: Array) -> np.ndarray:
-    """The strategies to keep; `ends` counts the matrices, own memory terms and pair terms (either way) in `arrays`."""
+    """The strategies to keep; `ends` and `arrays` as from `_around`."""
     matrices, terms, below = ends
     maps = [_classes(net, m)[1][0] for m in arrays[:matrices]]
     maps += [np.unique(a, return_inverse=True)[1] for a in arrays[matrices : matrices + terms]]
@@ -316,15 +324,10 @@ def remove_dominated(net: Network, *, deadline: float = np.inf) -> None:
     for i in net.alive:
         if time.perf_counter() > deadline:
             break
-        matrices = list(net.adj[i].values())
-        if net.size(i) < 2 or any(len(_classes(net, m)[0]) > COMPARED for m in matrices):
+        if net.size(i) < 2 or any(len(_classes(net, m)[0]) > COMPARED for m in net.adj[i].values()):
             continue
-        if net.has_memory(i):
-            keep = _undominated(net, i, net.costs(i), *matrices)
-        else:  # the same for all copies of a layer
-            keep = net.memo.get(
-                ("dominated",), (net.costs(i), *matrices), lambda cost, *m: _undominated(net, None, cost, *m)
-            )
+        ends, arrays = _around(net, i)
+        keep = net.memo.get(("dominated", *ends), arrays, partial(_undominated, net, ends))
         if not keep.all():
             net.restrict(i, np.flatnonzero(keep))
 
@@ -334,23 +337,22 @@ def _classes(net: Network, matrix: Array) -> tuple[Array, tuple[np.ndarray, ...]
     return found
 
 
-def _undominated(net: Network, node: int | None, cost: Array, *matrices: Array) -> np.ndarray:
-    """Mask of the strategies to keep; `node` has memory terms to respect if given."""
+def _undominated(net: Network, ends: tuple[int, int, int], cost: Array, *arrays: Array) -> np.ndarray:
+    """Mask of the strategies to keep; `ends` and `arrays` as from `_around`."""
+    matrices, terms, below = ends
     with np.errstate(invalid="ignore"):  # inf - inf: no comparison, NaN <= 0 is false
         worse: Array = cost[None, :] - cost[:, None]  # [a, b] <= 0: b replaces a
-        for matrix in matrices:
+        for matrix in arrays[:matrices]:
             worse += _worst_change(net, matrix)
     better = worse <= 0.0
     np.fill_diagonal(better, False)
     keep = np.ones(len(cost), bool)
     if not better.any():
         return keep
-    if node is not None:
-        for amount in net.node_terms[node].values():
-            better &= amount[None, :] <= amount[:, None]
-        for v in net.adj[node]:
-            for term in net.pair_terms(node, v).values():
-                better &= _worst_change(net, term if node < v else net.memo.transposed(term)) <= 0.0
+    for amount in arrays[matrices : matrices + terms]:
+        better &= amount[None, :] <= amount[:, None]
+    for place, term in enumerate(arrays[matrices + terms :]):
+        better &= _worst_change(net, term if place < below else net.memo.transposed(term)) <= 0.0
     for a in reversed(np.flatnonzero(better.any(axis=1)).tolist()):
         if (better[a] & keep).any():
             keep[a] = False

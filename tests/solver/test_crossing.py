@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.solver import solve as solving
-from autoshard.solver.crossing import Crossing
+from autoshard.solver.crossing import Crossing, _unimplied
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Problem, Status, Usage
@@ -58,6 +60,34 @@ def test_equal_layers_turn_one_by_one_to_less_memory():
     # Five layers and two small ones free 1,386 bytes; at one price all 32 layers would turn.
     assert crossing.best.cost == pytest.approx(5.3)
     assert crossing.best.cost - 0.15 < crossing.bound <= 5.3
+
+
+def test_the_integer_program_of_parts_ends_with_the_search(monkeypatch):
+    limits = []
+
+    def milp(*_, options, **__):
+        limits.append(options["time_limit"])
+        return SimpleNamespace(x=None)
+
+    monkeypatch.setattr("scipy.optimize.milp", milp)
+    crossing = Crossing(Network.of(layers_of_two_ways(LAYERS * (BYTES + SMALL) - 1371.0)), apart)
+    crossing.run(time.perf_counter() + 30.0, 1e-6)
+    assert limits
+    assert max(limits) <= 30.0
+
+
+@examples(100)
+@given(st.integers(0, 2**32 - 1))
+def test_what_other_rows_imply_is_left_out(seed):
+    draw = np.random.default_rng(seed)
+    rows = np.unique(draw.integers(-1, 3, (int(draw.integers(1, 9)), 4)).astype(float), axis=0)
+    room = draw.integers(-1, 6, len(rows)).astype(float)
+    kept = _unimplied(rows, room)
+    choices = np.array(list(itertools.product((0.0, 1.0), repeat=4))).T
+    fits = rows @ choices <= room[:, None]
+    assert np.array_equal(fits[kept].all(axis=0), fits.all(axis=0))
+    for one, other in itertools.permutations(np.flatnonzero(kept), 2):
+        assert (rows[one] > rows[other]).any() or room[one] < room[other]
 
 
 @examples(150)
