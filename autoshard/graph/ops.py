@@ -83,9 +83,9 @@ class Graph:
     @cached_property
     def _readers(self) -> Mapping[Value, tuple[Op, ...]]:
         found: dict[Value, list[Op]] = {}
-        for _, reader, data in self.nx.edges(data=True):
-            for value in data["values"]:
-                found.setdefault(value, []).append(self.ops[reader])
+        for op in self.ops:
+            for value in dict.fromkeys(op.operands):
+                found.setdefault(value, []).append(op)
         return {value: tuple(ops) for value, ops in found.items()}
 
     @cached_property

@@ -20,8 +20,7 @@ from autoshard.cost.partitioner.propagate import equal_values
 from autoshard.cost.partitioner.reshard.price import reshard_matrix
 from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.groups import Group
-from autoshard.graph.ops import Graph, Value
+from autoshard.graph.ops import DimFactors, Value
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import TensorType
 from autoshard.solver.objective import evaluate
@@ -115,17 +114,12 @@ def shared_values(formulation: Formulation, annotations: Annotations, mesh: Mesh
 def disagreeing(formulation: Formulation, shared: Iterable[Shared], choice: Sequence[int]) -> list[Shared]:
     """Shared values whose groups want different shardings."""
     first = len(formulation.argument_values)
-    return [
-        one
-        for one in shared
-        if len(
-            {
-                _specs(formulation, group, value)[choice[first + group]]
-                for group, value in zip(one.groups, one.values, strict=True)
-            }
-        )
-        > 1
-    ]
+
+    def chosen(group: int, value: Value) -> Spec:
+        assignments = formulation.strategies[group].assignments
+        return spec_of(_dims(formulation, group, value), assignments[choice[first + group]])
+
+    return [one for one in shared if len(set(map(chosen, one.groups, one.values))) > 1]
 
 
 def joined(formulation: Formulation, shared: Iterable[Shared], mesh: Mesh, device: Device) -> Formulation:
@@ -184,10 +178,12 @@ def _compatible(spec: Spec, other: Spec) -> bool:
 
 def _specs(formulation: Formulation, number: int, value: Value) -> list[Spec]:
     """The sharding of a value inside a group, under each of its strategies."""
-    group, ways = formulation.groups.groups[number], formulation.strategies[number]
-    dims = ways.shape.value_dims[_place(formulation.graph, group, value)]
-    return [spec_of(dims, assignment) for assignment in ways.assignments]
+    dims = _dims(formulation, number, value)
+    return [spec_of(dims, assignment) for assignment in formulation.strategies[number].assignments]
 
 
-def _place(graph: Graph, group: Group, value: Value) -> int:
-    return len(group.inputs) + group.made(graph).index(value)
+def _dims(formulation: Formulation, number: int, value: Value) -> DimFactors:
+    """The factors of the dims of a value inside a group."""
+    group = formulation.groups.groups[number]
+    place = len(group.inputs) + group.made(formulation.graph).index(value)
+    return formulation.strategies[number].shape.value_dims[place]
