@@ -18,9 +18,7 @@ from autoshard.stablehlo.reader import build_graph
 TOKENS, D, F, E = 8 * 64, 128, 256, 4
 
 
-def source(
-    dtype: torch.dtype = torch.float32, implementation: str = "eager", activation: str = "silu"
-) -> Source:  # fmt: skip
+def source(dtype: torch.dtype = torch.float32, implementation: str = "eager", activation: str = "silu") -> Source:
     """A training step whose experts have this activation; equal weights each time."""
     torch.manual_seed(0)
     config = MixtralConfig(

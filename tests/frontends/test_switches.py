@@ -526,7 +526,6 @@ def test_values_are_counted_between_bounds_as_torch_does(bins: int, low: float, 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_counts_between_bounds_are_captured(frontend: str) -> None:
-
     class Counts(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.histc(x, 8, 0, 8)
