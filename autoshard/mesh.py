@@ -64,6 +64,7 @@ def parse_axes(names: Iterable[str]) -> AxisGroup:
     )
 
 
+MAX_AXES = 4
 MAX_DEVICES = 2**20
 """More than any machine has: a larger mesh is a typo, and enumerating its shapes would take too long."""
 
@@ -122,7 +123,7 @@ class Mesh:
     """Devices in a row-major grid of named axes.
 
     Attributes:
-        shape: devices along each axis; one, two or three axes.
+        shape: devices along each axis; one to four axes.
         axis_names: one distinct name per axis.
         device: a device kind of `cost/machine/devices.toml`, such as `tpu-v5e`, or one with the topology that the
             devices stand in: `tpu-v5e:4x4:2slices` (chips per torus dim, slices), `h100:2x8` (hosts x GPUs per host).
@@ -131,7 +132,7 @@ class Mesh:
             `cost.machine.device.default_placement`).
 
     Raises:
-        ValueError: clashing or missing names, sizes below one, or more than three axes.
+        ValueError: clashing or missing names, sizes below one, or more than four axes.
     """
 
     shape: tuple[int, ...]
@@ -147,8 +148,8 @@ class Mesh:
         except TypeError:
             raise ValueError(f"a mesh shape is whole numbers, such as (2, 4), not {self.shape!r}") from None
         names = tuple(self.axis_names) or default_axis_names(len(shape))
-        if not 1 <= len(shape) <= 3:
-            raise ValueError(f"a mesh has one, two or three axes, not {len(shape)} (shape {shape})")
+        if not 1 <= len(shape) <= MAX_AXES:
+            raise ValueError(f"a mesh has one to four axes, not {len(shape)} (shape {shape})")
         if any(size < 1 for size in shape):
             raise ValueError(f"every axis of a mesh needs at least one device: shape {shape}")
         if math.prod(shape) > MAX_DEVICES:
@@ -198,6 +199,11 @@ class Mesh:
         """The full axes that `axes` or parts of them belong to, in mesh order."""
         return self.in_order(name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis.axes))
 
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes of more than one device."""
+        return tuple(name for name in self.axis_names if self._sizes[name] > 1)
+
     def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
         """`axes` in the order of the mesh."""
         wanted = set(axes)
@@ -221,8 +227,8 @@ class Mesh:
 
 
 def default_axis_names(rank: int) -> tuple[str, ...]:
-    """Default axis names: `data`, `model`, then `z` (one axis: `data`)."""
-    return ("data", "model", "z")[:rank]
+    """Default axis names: `data`, `model`, `z`, `w`, as many as there are axes."""
+    return ("data", "model", "z", "w")[:rank]
 
 
 def describe_mesh(mesh: Mesh, links: Sequence[str] = ()) -> str:

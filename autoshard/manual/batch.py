@@ -84,7 +84,7 @@ def hsdp(graph: Graph, mesh: Mesh) -> Annotations:
     Raises:
         ManualPlanError: the mesh has one axis.
     """
-    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    axes = list(mesh.split_axes)
     if len(axes) < 2:
         raise ManualPlanError(
             "hybrid sharding is for meshes of two axes: weights over one, their copies over the other"

@@ -147,7 +147,7 @@ def formulated(
     for value, spec in inside.items():
         mesh.check(spec, graph.type_of(value).shape, "a hint")
     device = load_device(mesh.device)
-    return formulate(graph, mesh, device, memory=memory, hints=arguments, gathers=gathers).fixed(inside)
+    return formulate(graph, mesh, device, memory=memory, hints=arguments, inside=inside, gathers=gathers)
 
 
 def decide(

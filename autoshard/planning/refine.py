@@ -177,4 +177,4 @@ def _overlapped(graph: Graph, mesh: Mesh, memory: int | None, hints: Mapping[str
     links = tuple(replace(link, bandwidth=link.bandwidth / (1 - _HIDDEN)) for link in device.links)
     arguments, inside = split(graph, hints)
     faster = replace(device, links=links)
-    return formulate(graph, mesh, faster, memory=memory, hints=arguments).fixed(inside)
+    return formulate(graph, mesh, faster, memory=memory, hints=arguments, inside=inside)

@@ -35,7 +35,7 @@ def gspmd_sharding(spec: Spec, mesh: Mesh) -> str:
     used = [axis for axes in dims for axis in axes]
     if not used:
         return "{replicated}"
-    present = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    present = list(mesh.split_axes)
     order = used + [axis for axis in present if axis not in used]
     tile = [mesh.ways(axes) for axes in dims]
     copies = mesh.size // mesh.ways(used)

@@ -37,6 +37,8 @@ from autoshard.program import of_micro_step
 from autoshard.solver.problem import Problem, Usage
 from autoshard.strategies.prices import Prices
 from autoshard.strategies.space import (
+    MOST_STRATEGIES,
+    Orders,
     Partial,
     Sharded,
     Specs,
@@ -184,6 +186,7 @@ def formulate(
     *,
     memory: float | None = None,
     hints: Mapping[str, Spec] | None = None,
+    inside: Mapping[Value, Spec] | None = None,
     gathers: bool = True,
 ) -> Formulation:
     """The strategy-selection problem (an integer linear program) of a program on a mesh.
@@ -191,9 +194,11 @@ def formulate(
     Args:
         memory: limit of bytes per device at any point of the step, or None.
         hints: argument name -> its required sharding. Raises ValueError for a hint that fits no argument.
+        inside: other values -> their required shardings.
         gathers: whether all-gathers are allowed: a user drops an axis that splits a value.
     """
-    return _Builder(simplified(graph, device.target), mesh, device, hints or {}, gathers).build(memory)
+    built = _Builder(simplified(graph, device.target), mesh, device, hints or {}, inside or {}, gathers).build(memory)
+    return built.fixed(inside or {})
 
 
 class _Key(NamedTuple):
@@ -205,13 +210,21 @@ class _Key(NamedTuple):
     sums: Sum | None
     returned: tuple[bool, ...]
     last: bool
+    hinted: bool
 
 
 class _Builder:
     def __init__(
-        self, graph: Graph, mesh: Mesh, device: Device, hints: Mapping[str, Spec], gathers: bool = True
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        device: Device,
+        hints: Mapping[str, Spec],
+        inside: Mapping[Value, Spec],
+        gathers: bool,
     ) -> None:
         self.graph, self.mesh, self.device, self.hints, self.gathers = graph, mesh, device, hints, gathers
+        self.inside, self.orders = inside, Orders(mesh, (*hints.values(), *inside.values()))
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)
         self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
         self.groups = fusion_groups(graph)
@@ -270,7 +283,8 @@ class _Builder:
         for op_id, argument in zip(self.graph.arguments, self.graph.program.arguments, strict=True):
             if op_id in self.groups.free:
                 continue
-            choices = argument_specs(argument.type.shape, self.mesh, even=argument.type.dtype not in FLOATS)
+            even = argument.type.dtype not in FLOATS
+            choices = argument_specs(argument.type.shape, self.mesh, even=even, orders=self.orders)
             if argument.name in self.hints:
                 hint = self.hints[argument.name]
                 self.mesh.check(hint, argument.type.shape, f"the hint for {argument.name}")
@@ -298,8 +312,10 @@ class _Builder:
                     rule_for,
                     Variants(key.scatter, key.defer, key.sums, compiler.sums_dims_at_once, compiler.folds_sums),
                     self.partitioner.op_collectives,
+                    self.orders,
                 )
-                self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
+                costs = self.prices.group_costs(group, ways)
+                self._by_shape[key] = (ways, costs) if key.hinted else ways.cheapest(costs, MOST_STRATEGIES)
             ways, costs = self._by_shape[key]
             found.append(ways)
             node = self._node(self._in_a_step(group, ways, costs), self._name(group))
@@ -334,6 +350,7 @@ class _Builder:
             self.sums.get(group.id),
             tuple(value in self.prices.returned for value in group.outputs),
             self.prices.last[group.id],
+            not self.inside.keys().isdisjoint(group.made(self.graph)),
         )
 
     def _scatterable(self) -> frozenset[Value]:

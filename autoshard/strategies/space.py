@@ -27,7 +27,7 @@ from autoshard.dtypes import dtype_bytes
 from autoshard.fused import KINDS, dims_of_attrs
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
-from autoshard.mesh import AxisGroup, Mesh, Spec, replicated, spec_axes
+from autoshard.mesh import MAX_AXES, AxisGroup, Mesh, Spec, replicated, spec_axes
 
 MAX_PADDING = 1.02
 """Largest padding of an uneven split, as a factor (a vocabulary of 50257); merged dims are only split evenly."""
@@ -50,6 +50,36 @@ Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective,
 AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape", BARRIER}
 """Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
+import os
+MOST_STRATEGIES = int(os.environ.get("MOST", "400"))
+"""Of a group; of more, those that take least time by themselves stay."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """The orders in which axes may split one dim, major to minor.
+
+    All, up to three axes; on four the order of the mesh alone, and what is asked for: the number of specs stays
+    bounded.
+
+    Attributes:
+        asked: specs of which every order is allowed.
+    """
+
+    mesh: Mesh
+    asked: tuple[Spec, ...] = ()
+
+    def __call__(self, axes: Sequence[str]) -> Iterable[tuple[str, ...]]:
+        """The orders of `axes`."""
+        if self.all:
+            return itertools.permutations(axes)
+        also = (tuple(axis for axis in dim if axis in axes) for spec in self.asked for dim in spec)
+        return dict.fromkeys((self.mesh.in_order(axes), *(each for each in also if len(each) == len(axes))))
+
+    @property
+    def all(self) -> bool:
+        """Whether every order is allowed."""
+        return len(self.mesh.split_axes) < MAX_AXES
 
 
 @dataclass(frozen=True)
@@ -104,7 +134,7 @@ class Strategies:
         inputs, outputs: shardings at the boundary, in the group's order; outputs as consumers see them (after a
             reduce-scatter).
         pinned: shardings of the outputs as annotated (before a reduce-scatter).
-        flop_ways: (ops, strategies): into how many parts each loop nest is split.
+        flop_ways: (strategies, ops): into how many parts each loop nest is split.
         collectives: per strategy the collectives of its partial sums.
     """
 
@@ -119,6 +149,20 @@ class Strategies:
     def __len__(self) -> int:
         """Number of strategies."""
         return len(self.assignments)
+
+    def cheapest(self, costs: npt.NDArray[np.float64], most: int) -> tuple[Strategies, npt.NDArray[np.float64]]:
+        """The `most` strategies of least `costs`, and their costs, in the order that they have."""
+        if len(self) <= most:
+            return self, costs
+        kept = np.sort(np.argsort(costs, kind="stable")[:most])
+
+        def of(every: tuple[Specs, ...]) -> tuple[Specs, ...]:
+            return tuple(Specs.of([specs[number] for number in kept]) for specs in every)
+
+        assignments = tuple(self.assignments[number] for number in kept)
+        collectives = tuple(self.collectives[number] for number in kept)
+        ends = of(self.inputs), of(self.outputs), of(self.pinned)
+        return Strategies(self.shape, assignments, *ends, self.flop_ways[kept], collectives), costs[kept]
 
     def read(self, position: int, strategy: int) -> Spec:
         """The sharding under which the group reads its input at `position`.
@@ -251,9 +295,9 @@ def _unify(seen: DimFactors, mine: DimFactors, union: _Union, whole: set[int]) -
             whole.update(right)
 
 
-def assignments(shape: GroupShape, mesh: Mesh) -> list[Assignment]:
-    """Every assignment of axes to factors or to none, in both orders where two axes share a factor."""
-    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+def assignments(shape: GroupShape, mesh: Mesh, orders: Orders) -> list[Assignment]:
+    """Every assignment of axes to factors or to none, in `orders` where several share a factor."""
+    axes = mesh.split_axes
     even = shape.even | {f for value in shape.value_dims for dim in value if len(dim) > 1 for f in dim}
     found: list[Assignment] = []
     options = [None, *(f for f, ok in enumerate(shape.splittable) if ok)]
@@ -268,8 +312,7 @@ def assignments(shape: GroupShape, mesh: Mesh) -> list[Assignment]:
             continue
         if not all(_nested(dim, per_factor, shape, mesh) for value in shape.value_dims for dim in value):
             continue
-        orders = [list(itertools.permutations(split)) for split in per_factor]
-        found.extend(tuple(order) for order in itertools.product(*orders))
+        found.extend(itertools.product(*map(orders, per_factor)))
     return found
 
 
@@ -361,13 +404,16 @@ def strategies(
     rule_of: RuleOf,
     variants: Variants,
     priced: Priced | None = None,
+    orders: Orders | None = None,
 ) -> Strategies:
     """All strategies of a group.
 
     Args:
         priced: the partitioner's collectives of an op under operand and result shardings, None if XLA computes wrong
             results; called for single-op groups, where they may differ from what the factors say.
+        orders: of axes on one dim, by default those without hints.
     """
+    orders = orders or Orders(mesh)
     shape = group_shape(group, groups, graph, rule_of)
     local: dict[Value, int] = {value: index for index, value in enumerate((*group.inputs, *group.made(graph)))}
     outputs = [local[value] for value in group.outputs]
@@ -375,7 +421,7 @@ def strategies(
     made_by = [position for position, op in enumerate(group.ops) for _ in group.results(graph.ops[op])]
     alone = graph.ops[group.ops[0]] if len(group.ops) == 1 else None
     rows: list[_Row] = []
-    for assignment in assignments(shape, mesh):
+    for assignment in assignments(shape, mesh, orders):
         split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
         specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
@@ -415,11 +461,11 @@ def strategies(
                     rows.append(row._replace(pinned=kept, outputs=[*kept], collectives=own))
             continue
         if len(outputs) == 1 and partial and len(collectives) == 1:
-            rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, mesh, variants)
+            rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, orders, variants)
         if variants.sums is not None:
             alone_out = variants.scatter and outputs == [variants.sums.root] and not collectives
             size = item[variants.sums.root]
-            rows += _summed_once(row, specs, shape, variants.sums, mesh, scattered=alone_out, item=size)
+            rows += _summed_once(row, specs, shape, variants.sums, orders, scattered=alone_out, item=size)
     ways = np.array(
         [[mesh.ways(a for f in own for a in row.assignment[f]) for own in shape.op_factors] for row in rows], float
     )
@@ -444,27 +490,31 @@ def _scattered_results(
     return [way for way in ways if way is not None]
 
 
-def _unsummed(row: _Row, shape: Sequence[int], partial: tuple[str, ...], mesh: Mesh, variants: Variants) -> list[_Row]:
+def _unsummed(
+    row: _Row, shape: Sequence[int], partial: tuple[str, ...], orders: Orders, variants: Variants
+) -> list[_Row]:
     """The strategies that reduce-scatter the one output, partial over `partial`, or leave it to its user."""
+    mesh = orders.mesh
     pinned, (collective,) = row.pinned[0], row.collectives
     rows = []
     if variants.scatter:
-        for spec in scattered(pinned, shape, partial, mesh):
+        for spec in scattered(pinned, shape, partial, orders):
             how = _scatter_kind_of(shape, pinned, spec, partial, mesh)
             moved = replace(collective, kind=how, axes=mesh.in_order(partial))
             rows.append(row._replace(outputs=[spec], collectives=(moved,)))
-    if variants.defer:
+    if variants.defer and partial in orders(partial):
         rows.append(row._replace(outputs=[Partial(pinned, partial)], collectives=()))
     return rows
 
 
 def _summed_once(
-    row: _Row, specs: Sequence[Spec], shape: GroupShape, sums: Sum, mesh: Mesh, *, scattered: bool, item: int
+    row: _Row, specs: Sequence[Spec], shape: GroupShape, sums: Sum, orders: Orders, *, scattered: bool, item: int
 ) -> list[_Row]:
     """The strategies that read partial values and reduce their sum once; `item` is bytes per element."""
+    mesh = orders.mesh
     root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
     rows = []
-    for axes, before, after in _reductions(root, shape_of_root, mesh):
+    for axes, before, after in _reductions(root, shape_of_root, orders):
         if sums.moved and (before != root or after == root):
             continue
         kind: CollectiveKind = (
@@ -500,17 +550,19 @@ class _Row(NamedTuple):
     collectives: tuple[Collective, ...]
 
 
-def _reductions(root: Spec, shape: Sequence[int], mesh: Mesh) -> Iterable[tuple[tuple[str, ...], Spec, Spec]]:
+def _reductions(root: Spec, shape: Sequence[int], orders: Orders) -> Iterable[tuple[tuple[str, ...], Spec, Spec]]:
     """Ways to reduce a sum of partial values once: (axes, sharding of the terms, sharding of the sum).
 
     An all-reduce over axes that do not split the sum; a reduce-scatter over the minor axes of one of its dims, or, for
     a sum that is pinned before it is scattered, onto a dim that they divide.
     """
-    free = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1 and axis not in spec_axes(root)]
+    free = [axis for axis in orders.mesh.split_axes if axis not in spec_axes(root)]
     for count in range(1, len(free) + 1):
         for axes in itertools.permutations(free, count):
+            if axes not in orders(axes):
+                continue
             yield axes, root, root
-            for spec in scattered(root, shape, axes, mesh):
+            for spec in scattered(root, shape, axes, orders):
                 yield axes, root, spec
     for dim, split in enumerate(root):
         for first in range(len(split)):
@@ -538,7 +590,7 @@ def _scatter_kind_of(
     return "all-reduce" if found is None else kind
 
 
-def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh) -> Iterable[Spec]:
+def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], orders: Orders) -> Iterable[Spec]:
     """Every spec that appends `axes` to the axes of one dim, if they divide it.
 
     One dim and this order: compilers make a reduce-scatter of an all-reduce if a device's index in the replica group is
@@ -546,16 +598,22 @@ def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], mesh: Mesh)
     """
     for dim, size in enumerate(shape):
         split = (*spec[dim], *axes)
-        if size % mesh.ways(split) == 0:
+        if size % orders.mesh.ways(split) == 0 and split in orders(split):
             yield (*spec[:dim], split, *spec[dim + 1 :])
 
 
-def argument_specs(shape: Sequence[int], mesh: Mesh, *, even: bool = False) -> tuple[Spec, ...]:
-    """Every sharding of an argument: each axis on one dim or none, in both orders where two share one.
+def argument_specs(
+    shape: Sequence[int],
+    mesh: Mesh,
+    *,
+    even: bool = False,
+    orders: Callable[[Sequence[str]], Iterable[tuple[str, ...]]] = itertools.permutations,
+) -> tuple[Spec, ...]:
+    """Every sharding of an argument: each axis on one dim or none, in `orders` where several share one.
 
     `even`: only where it divides. Compilers abort on indices that need padding (all targets).
     """
-    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
+    axes = mesh.split_axes
     found: list[Spec] = []
     for chosen in itertools.product([None, *range(len(shape))], repeat=len(axes)):
         dims: list[tuple[str, ...]] = [()] * len(shape)
@@ -563,7 +621,7 @@ def argument_specs(shape: Sequence[int], mesh: Mesh, *, even: bool = False) -> t
             if dim is not None:
                 dims[dim] += (axis,)
         if all(fits(shape[d], mesh.ways(split), even=even) for d, split in enumerate(dims) if split):
-            found.extend(itertools.product(*(itertools.permutations(split) for split in dims)))
+            found.extend(itertools.product(*map(orders, dims)))
     return tuple(found) or (replicated(len(shape)),)
 
 

@@ -125,11 +125,10 @@ def _shortest(first: Array, second: Array) -> Array:
 @lru_cache(maxsize=64)
 def _table(mesh: Mesh, device: Device, fit: Fit, rank: int) -> tuple[list[Spec], dict[Spec, int], Array, Array]:
     """Specs that split every dim evenly, their positions, alphas and betas of all pairs."""
-    axes = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1]
     sizes = [size or mesh.size for size in fit or (0,) * rank]
     specs = [
         spec
-        for spec in specs_over(rank, axes, [dim for dim, size in enumerate(sizes) if size > 1])
+        for spec in specs_over(rank, mesh.split_axes, [dim for dim, size in enumerate(sizes) if size > 1])
         if not any(size % mesh.ways(dim) for size, dim in zip(sizes, spec, strict=True))
     ]
     alphas, betas = affine_table(specs, mesh, device, fit)

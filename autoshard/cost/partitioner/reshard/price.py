@@ -26,10 +26,14 @@ from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
 from autoshard.cost.partitioner.reshard.step_tables import CRASH, Step, step_table
 from autoshard.cost.partitioner.reshard.steps import CrashError, axis_group, reshard_tiles
-from autoshard.mesh import Mesh, Spec
+from autoshard.mesh import MAX_AXES, Mesh, Spec
 
 Array = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
+MOST_MOVES = 2
+"""On four axes, kinds of moves of a direct reshard that plans may take; a third and fourth follow after a hop."""
+NEVER = Step(CRASH, (), Fraction(0))
+"""Stands for a direct reshard that no plan takes."""
 Places = tuple[tuple[int, ...], ...]
 """A spec with axes as positions in the mesh."""
 
@@ -130,11 +134,13 @@ def _affine_matrix(
 
 
 def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) -> tuple[Array, Array]:
-    """(alpha, beta) of the direct reshards between all of `specs`."""
+    """(alpha, beta) of the direct reshards between all of `specs`; on four axes infinite for more than two moves."""
     axes, places, sizes = _numbered(mesh)
     numbered = [_places(spec, places) for spec in specs]
 
     def steps(i: int, j: int) -> tuple[Step, ...]:
+        if len(axes) == MAX_AXES and _moves(numbered[i], numbered[j]) > MOST_MOVES:
+            return (NEVER,)
         return _steps(*_active(numbered[i], numbered[j], mesh.size, fit), sizes, axes, device.target).steps
 
     table = step_table((numbered, mesh.size, fit, sizes, axes, device.target), len(specs), steps)
@@ -143,12 +149,16 @@ def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) ->
 
 
 def specs_over(rank: int, axes: Sequence[str], dims: Iterable[int] | None = None) -> list[Spec]:
-    """Every spec of a tensor of `rank` dims that splits only `dims` (default all), over some of `axes`, every order."""
+    """Every spec of a tensor of `rank` dims that splits only `dims` (default all), over some of `axes`.
+
+    In every order, of up to three axes; of four in theirs.
+    """
+    orders = itertools.permutations if len(axes) < MAX_AXES else lambda axes: (tuple(axes),)
     allowed = list(range(rank)) if dims is None else list(dims)
     found: list[Spec] = []
     for places in itertools.product([-1, *allowed], repeat=len(axes)):
         per_dim = [[axis for axis, place in zip(axes, places, strict=True) if place == dim] for dim in range(rank)]
-        found += itertools.product(*(list(itertools.permutations(axes_of)) for axes_of in per_dim))
+        found += itertools.product(*(list(orders(axes_of)) for axes_of in per_dim))
     return found
 
 
@@ -171,8 +181,15 @@ def reshard_steps(src: Spec, dst: Spec, mesh: Mesh, target: Target, fit: Fit = N
 
 def _numbered(mesh: Mesh) -> tuple[tuple[str, ...], dict[str, int], Shape]:
     """Axes of more than one device: their names, numbers and sizes."""
-    axes = tuple(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1)
+    axes = mesh.split_axes
     return axes, {axis: i for i, axis in enumerate(axes)}, tuple(map(mesh.axis_size, axes))
+
+
+def _moves(src: Places, dst: Places) -> int:
+    """Kinds of moves between two shardings: (dim that it splits before, dim after) of each axis that moves."""
+    before, after = ({axis: dim for dim, axes in enumerate(spec) for axis in axes} for spec in (src, dst))
+    ends = {(before.get(axis), after.get(axis)) for axis in {*before, *after}}
+    return sum(one != other for one, other in ends)
 
 
 def _places(spec: Spec, places: dict[str, int]) -> Places:
@@ -203,7 +220,7 @@ def _steps(src: Places, dst: Places, shape: Shape, sizes: Shape, names: tuple[st
     try:
         done = reshard_tiles(shape, tiles_of(src, sizes), tiles_of(dst, sizes), target)
     except CrashError:
-        return Steps((Step(CRASH, (), Fraction(0)),), True)
+        return Steps((NEVER,), True)
     total = math.prod(shape)
     steps = tuple(
         Step(each.kind, axis_group(each, sizes, names), Fraction(each.elements, total)) for each in done.steps
