@@ -24,16 +24,12 @@ from autoshard.cost.machine.collectives import Collective, coefficients
 from autoshard.cost.machine.device import Device
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
-from autoshard.cost.partitioner.reshard.step_tables import CRASH, Step, step_table
+from autoshard.cost.partitioner.reshard.step_tables import CRASH, NEVER, Step, step_table
 from autoshard.cost.partitioner.reshard.steps import CrashError, axis_group, reshard_tiles
 from autoshard.mesh import MAX_AXES, Mesh, Spec
 
 Array = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
-MOST_MOVES = 2
-"""On four axes, kinds of moves of a direct reshard that plans may take; a third and fourth follow after a hop."""
-NEVER = Step(CRASH, (), Fraction(0))
-"""Stands for a direct reshard that no plan takes."""
 Places = tuple[tuple[int, ...], ...]
 """A spec with axes as positions in the mesh."""
 
@@ -124,26 +120,29 @@ def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) ->
 def _affine_matrix(
     srcs: tuple[Spec, ...], dsts: tuple[Spec, ...], mesh: Mesh, device: Device, fit: Fit
 ) -> tuple[Array, Array, Array]:
+    near = _near_on(mesh, (*srcs, *dsts))
     table = np.zeros((3, len(srcs), len(dsts)))
     for i, src in enumerate(srcs):
-        for j, dst in enumerate(dsts):
-            entry = affine(src, dst, mesh, device, fit)
-            table[:, i, j] = entry.alpha, entry.beta, entry.memory
+        for j, dst in enumerate(dsts, len(srcs)):
+            way = (src, dst) if near is None or near[i, j] else (src, _kept(src, dst), dst)
+            legs = [affine(one, two, mesh, device, fit) for one, two in itertools.pairwise(way)]
+            table[0, i, j - len(srcs)] = sum(leg.alpha for leg in legs)
+            table[1, i, j - len(srcs)] = sum(leg.beta for leg in legs)
+            table[2, i, j - len(srcs)] = max(leg.memory for leg in legs)
     table.setflags(write=False)
     return table[0], table[1], table[2]
 
 
 def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) -> tuple[Array, Array]:
-    """(alpha, beta) of the direct reshards between all of `specs`; on four axes infinite for more than two moves."""
+    """(alpha, beta) of the direct reshards between all of `specs`; on four axes infinite unless near (`_near_on`)."""
     axes, places, sizes = _numbered(mesh)
     numbered = [_places(spec, places) for spec in specs]
 
     def steps(i: int, j: int) -> tuple[Step, ...]:
-        if len(axes) == MAX_AXES and _moves(numbered[i], numbered[j]) > MOST_MOVES:
-            return (NEVER,)
         return _steps(*_active(numbered[i], numbered[j], mesh.size, fit), sizes, axes, device.target).steps
 
-    table = step_table((numbered, mesh.size, fit, sizes, axes, device.target), len(specs), steps)
+    near = _near_on(mesh, specs)
+    table = step_table((numbered, mesh.size, fit, sizes, axes, device.target), len(specs), steps, near)
     costs = np.array([_cost(way, mesh, device) for way in table.ways])
     return costs[table.index, 0], costs[table.index, 1]
 
@@ -185,11 +184,25 @@ def _numbered(mesh: Mesh) -> tuple[tuple[str, ...], dict[str, int], Shape]:
     return axes, {axis: i for i, axis in enumerate(axes)}, tuple(map(mesh.axis_size, axes))
 
 
-def _moves(src: Places, dst: Places) -> int:
-    """Kinds of moves between two shardings: (dim that it splits before, dim after) of each axis that moves."""
-    before, after = ({axis: dim for dim, axes in enumerate(spec) for axis in axes} for spec in (src, dst))
-    ends = {(before.get(axis), after.get(axis)) for axis in {*before, *after}}
-    return sum(one != other for one, other in ends)
+def _near_on(mesh: Mesh, specs: Sequence[Spec]) -> npt.NDArray[np.bool_] | None:
+    """The pairs of specs whose direct reshards are worked out: all (None) but on four axes.
+
+    There: axes leave their dims, or enter dims, or all that move do so from one and the same dim to another. All others
+    follow by hops, so that tables stay small.
+    """
+    if len(mesh.split_axes) < MAX_AXES:
+        return None
+    dims = np.array([[next((d for d, split in enumerate(spec) if a in split), -1) for a in mesh.split_axes] for spec in specs])
+    before, after = dims[:, None], dims[None]
+    stays = before == after
+    ends = np.where(stays, -1, (before + 1) * 64 + after + 1)
+    one_kind = (stays | (ends == ends.max(axis=2, keepdims=True))).all(axis=2)
+    return np.asarray(one_kind | (stays | (after < 0)).all(axis=2) | (stays | (before < 0)).all(axis=2))
+
+
+def _kept(src: Spec, dst: Spec) -> Spec:
+    """What a reshard that is not near is estimated to pass through: a gather and a slice of all that moves."""
+    return tuple(tuple(axis for axis in before if axis in after) for before, after in zip(src, dst, strict=True))
 
 
 def _places(spec: Spec, places: dict[str, int]) -> Places:

@@ -27,6 +27,7 @@ from autoshard.mesh import AxisGroup, parse_axes
 
 CRASH: Literal["crash"] = "crash"
 """Kind of the step that stands for a reshard on which XLA crashes: its cost is infinite."""
+Near = npt.NDArray[np.bool_] | None
 LEAST_PAIRS = 2_000
 """Smaller tables are computed faster than read."""
 
@@ -46,6 +47,10 @@ class Step:
     share: Fraction
 
 
+NEVER = Step(CRASH, (), Fraction(0))
+"""Stands for a direct reshard that no plan takes."""
+
+
 @dataclass(frozen=True)
 class StepTable:
     """`ways[index[i, j]]` are the collectives from sharding i to sharding j."""
@@ -54,35 +59,37 @@ class StepTable:
     index: npt.NDArray[np.int32]
 
 
-def step_table(key: object, size: int, steps: Callable[[int, int], tuple[Step, ...]]) -> StepTable:
+def step_table(
+    key: object, size: int, steps: Callable[[int, int], tuple[Step, ...]], near: Near = None
+) -> StepTable:
     """The table of `size` shardings, from disk if present.
 
     Args:
         key: everything that `steps` depends on but code; its `repr` names the file.
         size: how many shardings.
         steps: the collectives from sharding i to sharding j, i != j.
+        near: the pairs to be worked out, of shape (size, size); None: all. The others are `NEVER`.
     """
     if size * size < LEAST_PAIRS:
-        return _made(size, steps)
+        return _made(size, steps, near)
     digest = hashlib.sha256(f"{_sources()} {key!r}".encode()).hexdigest()[:32]
     try:
         path = files.cache_dir() / "reshards" / f"{digest}.json.gz"
     except FileError:
-        return _made(size, steps)
+        return _made(size, steps, near)
     found = _read(path)
     if found is None:
-        found = _made(size, steps)
+        found = _made(size, steps, near)
         _write(path, found)
     return found
 
 
-def _made(size: int, steps: Callable[[int, int], tuple[Step, ...]]) -> StepTable:
-    numbers: dict[tuple[Step, ...], int] = {(): 0}
-    index = np.zeros((size, size), dtype=np.int32)
-    for i in range(size):
-        for j in range(size):
-            if i != j:
-                index[i, j] = numbers.setdefault(steps(i, j), len(numbers))
+def _made(size: int, steps: Callable[[int, int], tuple[Step, ...]], near: Near) -> StepTable:
+    numbers: dict[tuple[Step, ...], int] = {(): 0, (NEVER,): 1}
+    near = np.ones((size, size), dtype=np.bool_) if near is None else near
+    index = np.where(near, 0, 1).astype(np.int32)
+    for i, j in np.argwhere(near & ~np.eye(size, dtype=np.bool_)).tolist():
+        index[i, j] = numbers.setdefault(steps(i, j), len(numbers))
     return StepTable(tuple(numbers), index)
 
 
