@@ -37,7 +37,6 @@ from autoshard.program import of_micro_step
 from autoshard.solver.problem import Problem, Usage
 from autoshard.strategies.prices import Prices
 from autoshard.strategies.space import (
-    MOST_STRATEGIES,
     Orders,
     Partial,
     Sharded,
@@ -210,7 +209,6 @@ class _Key(NamedTuple):
     sums: Sum | None
     returned: tuple[bool, ...]
     last: bool
-    hinted: bool
 
 
 class _Builder:
@@ -224,7 +222,7 @@ class _Builder:
         gathers: bool,
     ) -> None:
         self.graph, self.mesh, self.device, self.hints, self.gathers = graph, mesh, device, hints, gathers
-        self.inside, self.orders = inside, Orders(mesh, (*hints.values(), *inside.values()))
+        self.allowed = Orders(mesh, (*hints.values(), *inside.values()))
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)
         self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
         self.groups = fusion_groups(graph)
@@ -284,7 +282,7 @@ class _Builder:
             if op_id in self.groups.free:
                 continue
             even = argument.type.dtype not in FLOATS
-            choices = argument_specs(argument.type.shape, self.mesh, even=even, orders=self.orders)
+            choices = argument_specs(argument.type.shape, self.mesh, even=even, allowed=self.allowed)
             if argument.name in self.hints:
                 hint = self.hints[argument.name]
                 self.mesh.check(hint, argument.type.shape, f"the hint for {argument.name}")
@@ -312,10 +310,9 @@ class _Builder:
                     rule_for,
                     Variants(key.scatter, key.defer, key.sums, compiler.sums_dims_at_once, compiler.folds_sums),
                     self.partitioner.op_collectives,
-                    self.orders,
+                    self.allowed,
                 )
-                costs = self.prices.group_costs(group, ways)
-                self._by_shape[key] = (ways, costs) if key.hinted else ways.cheapest(costs, MOST_STRATEGIES)
+                self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
             ways, costs = self._by_shape[key]
             found.append(ways)
             node = self._node(self._in_a_step(group, ways, costs), self._name(group))
@@ -350,7 +347,6 @@ class _Builder:
             self.sums.get(group.id),
             tuple(value in self.prices.returned for value in group.outputs),
             self.prices.last[group.id],
-            not self.inside.keys().isdisjoint(group.made(self.graph)),
         )
 
     def _scatterable(self) -> frozenset[Value]:

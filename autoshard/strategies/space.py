@@ -27,7 +27,7 @@ from autoshard.dtypes import dtype_bytes
 from autoshard.fused import KINDS, dims_of_attrs
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
-from autoshard.mesh import MAX_AXES, AxisGroup, Mesh, Spec, replicated, spec_axes
+from autoshard.mesh import AxisGroup, Mesh, Spec, orders, replicated, spec_axes
 
 MAX_PADDING = 1.02
 """Largest padding of an uneven split, as a factor (a vocabulary of 50257); merged dims are only split evenly."""
@@ -50,20 +50,14 @@ Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective,
 AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape", BARRIER}
 """Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
-import os
-MOST_STRATEGIES = int(os.environ.get("MOST", "400"))
-"""Of a group; of more, those that take least time by themselves stay."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders in which axes may split one dim, major to minor.
-
-    All, up to three axes; on four the order of the mesh alone, and what is asked for: the number of specs stays
-    bounded.
+    """The orders in which axes may split one dim, major to minor: `mesh.orders`, and those of hints.
 
     Attributes:
-        asked: specs of which every order is allowed.
+        asked: the specs of hints.
     """
 
     mesh: Mesh
@@ -71,15 +65,9 @@ class Orders:
 
     def __call__(self, axes: Sequence[str]) -> Iterable[tuple[str, ...]]:
         """The orders of `axes`."""
-        if self.all:
-            return itertools.permutations(axes)
-        also = (tuple(axis for axis in dim if axis in axes) for spec in self.asked for dim in spec)
-        return dict.fromkeys((self.mesh.in_order(axes), *(each for each in also if len(each) == len(axes))))
-
-    @property
-    def all(self) -> bool:
-        """Whether every order is allowed."""
-        return len(self.mesh.split_axes) < MAX_AXES
+        asked = (tuple(axis for axis in dim if axis in axes) for spec in self.asked for dim in spec)
+        also = [each for each in asked if len(each) == len(axes)]
+        return dict.fromkeys((*orders(axes, self.mesh.split_axes), *also))
 
 
 @dataclass(frozen=True)
@@ -149,20 +137,6 @@ class Strategies:
     def __len__(self) -> int:
         """Number of strategies."""
         return len(self.assignments)
-
-    def cheapest(self, costs: npt.NDArray[np.float64], most: int) -> tuple[Strategies, npt.NDArray[np.float64]]:
-        """The `most` strategies of least `costs`, and their costs, in the order that they have."""
-        if len(self) <= most:
-            return self, costs
-        kept = np.sort(np.argsort(costs, kind="stable")[:most])
-
-        def of(every: tuple[Specs, ...]) -> tuple[Specs, ...]:
-            return tuple(Specs.of([specs[number] for number in kept]) for specs in every)
-
-        assignments = tuple(self.assignments[number] for number in kept)
-        collectives = tuple(self.collectives[number] for number in kept)
-        ends = of(self.inputs), of(self.outputs), of(self.pinned)
-        return Strategies(self.shape, assignments, *ends, self.flop_ways[kept], collectives), costs[kept]
 
     def read(self, position: int, strategy: int) -> Spec:
         """The sharding under which the group reads its input at `position`.
@@ -295,8 +269,8 @@ def _unify(seen: DimFactors, mine: DimFactors, union: _Union, whole: set[int]) -
             whole.update(right)
 
 
-def assignments(shape: GroupShape, mesh: Mesh, orders: Orders) -> list[Assignment]:
-    """Every assignment of axes to factors or to none, in `orders` where several share a factor."""
+def assignments(shape: GroupShape, mesh: Mesh, allowed: Orders) -> list[Assignment]:
+    """Every assignment of axes to factors or to none, as far as `allowed` where several share a factor."""
     axes = mesh.split_axes
     even = shape.even | {f for value in shape.value_dims for dim in value if len(dim) > 1 for f in dim}
     found: list[Assignment] = []
@@ -312,7 +286,7 @@ def assignments(shape: GroupShape, mesh: Mesh, orders: Orders) -> list[Assignmen
             continue
         if not all(_nested(dim, per_factor, shape, mesh) for value in shape.value_dims for dim in value):
             continue
-        found.extend(itertools.product(*map(orders, per_factor)))
+        found.extend(itertools.product(*map(allowed, per_factor)))
     return found
 
 
@@ -404,16 +378,16 @@ def strategies(
     rule_of: RuleOf,
     variants: Variants,
     priced: Priced | None = None,
-    orders: Orders | None = None,
+    allowed: Orders | None = None,
 ) -> Strategies:
     """All strategies of a group.
 
     Args:
         priced: the partitioner's collectives of an op under operand and result shardings, None if XLA computes wrong
             results; called for single-op groups, where they may differ from what the factors say.
-        orders: of axes on one dim, by default those without hints.
+        allowed: orders of axes on one dim, by default those without hints.
     """
-    orders = orders or Orders(mesh)
+    allowed = allowed or Orders(mesh)
     shape = group_shape(group, groups, graph, rule_of)
     local: dict[Value, int] = {value: index for index, value in enumerate((*group.inputs, *group.made(graph)))}
     outputs = [local[value] for value in group.outputs]
@@ -421,7 +395,7 @@ def strategies(
     made_by = [position for position, op in enumerate(group.ops) for _ in group.results(graph.ops[op])]
     alone = graph.ops[group.ops[0]] if len(group.ops) == 1 else None
     rows: list[_Row] = []
-    for assignment in assignments(shape, mesh, orders):
+    for assignment in assignments(shape, mesh, allowed):
         split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
         specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
@@ -461,11 +435,11 @@ def strategies(
                     rows.append(row._replace(pinned=kept, outputs=[*kept], collectives=own))
             continue
         if len(outputs) == 1 and partial and len(collectives) == 1:
-            rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, orders, variants)
+            rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, allowed, variants)
         if variants.sums is not None:
             alone_out = variants.scatter and outputs == [variants.sums.root] and not collectives
             size = item[variants.sums.root]
-            rows += _summed_once(row, specs, shape, variants.sums, orders, scattered=alone_out, item=size)
+            rows += _summed_once(row, specs, shape, variants.sums, allowed, scattered=alone_out, item=size)
     ways = np.array(
         [[mesh.ways(a for f in own for a in row.assignment[f]) for own in shape.op_factors] for row in rows], float
     )
@@ -491,30 +465,30 @@ def _scattered_results(
 
 
 def _unsummed(
-    row: _Row, shape: Sequence[int], partial: tuple[str, ...], orders: Orders, variants: Variants
+    row: _Row, shape: Sequence[int], partial: tuple[str, ...], allowed: Orders, variants: Variants
 ) -> list[_Row]:
     """The strategies that reduce-scatter the one output, partial over `partial`, or leave it to its user."""
-    mesh = orders.mesh
+    mesh = allowed.mesh
     pinned, (collective,) = row.pinned[0], row.collectives
     rows = []
     if variants.scatter:
-        for spec in scattered(pinned, shape, partial, orders):
+        for spec in scattered(pinned, shape, partial, allowed):
             how = _scatter_kind_of(shape, pinned, spec, partial, mesh)
             moved = replace(collective, kind=how, axes=mesh.in_order(partial))
             rows.append(row._replace(outputs=[spec], collectives=(moved,)))
-    if variants.defer and partial in orders(partial):
+    if variants.defer and partial in allowed(partial):
         rows.append(row._replace(outputs=[Partial(pinned, partial)], collectives=()))
     return rows
 
 
 def _summed_once(
-    row: _Row, specs: Sequence[Spec], shape: GroupShape, sums: Sum, orders: Orders, *, scattered: bool, item: int
+    row: _Row, specs: Sequence[Spec], shape: GroupShape, sums: Sum, allowed: Orders, *, scattered: bool, item: int
 ) -> list[_Row]:
     """The strategies that read partial values and reduce their sum once; `item` is bytes per element."""
-    mesh = orders.mesh
+    mesh = allowed.mesh
     root, shape_of_root = specs[sums.root], shape.value_shapes[sums.root]
     rows = []
-    for axes, before, after in _reductions(root, shape_of_root, orders):
+    for axes, before, after in _reductions(root, shape_of_root, allowed):
         if sums.moved and (before != root or after == root):
             continue
         kind: CollectiveKind = (
@@ -550,19 +524,19 @@ class _Row(NamedTuple):
     collectives: tuple[Collective, ...]
 
 
-def _reductions(root: Spec, shape: Sequence[int], orders: Orders) -> Iterable[tuple[tuple[str, ...], Spec, Spec]]:
+def _reductions(root: Spec, shape: Sequence[int], allowed: Orders) -> Iterable[tuple[tuple[str, ...], Spec, Spec]]:
     """Ways to reduce a sum of partial values once: (axes, sharding of the terms, sharding of the sum).
 
     An all-reduce over axes that do not split the sum; a reduce-scatter over the minor axes of one of its dims, or, for
     a sum that is pinned before it is scattered, onto a dim that they divide.
     """
-    free = [axis for axis in orders.mesh.split_axes if axis not in spec_axes(root)]
+    free = [axis for axis in allowed.mesh.split_axes if axis not in spec_axes(root)]
     for count in range(1, len(free) + 1):
         for axes in itertools.permutations(free, count):
-            if axes not in orders(axes):
+            if axes not in allowed(axes):
                 continue
             yield axes, root, root
-            for spec in scattered(root, shape, axes, orders):
+            for spec in scattered(root, shape, axes, allowed):
                 yield axes, root, spec
     for dim, split in enumerate(root):
         for first in range(len(split)):
@@ -590,7 +564,7 @@ def _scatter_kind_of(
     return "all-reduce" if found is None else kind
 
 
-def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], orders: Orders) -> Iterable[Spec]:
+def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], allowed: Orders) -> Iterable[Spec]:
     """Every spec that appends `axes` to the axes of one dim, if they divide it.
 
     One dim and this order: compilers make a reduce-scatter of an all-reduce if a device's index in the replica group is
@@ -598,7 +572,7 @@ def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], orders: Ord
     """
     for dim, size in enumerate(shape):
         split = (*spec[dim], *axes)
-        if size % orders.mesh.ways(split) == 0 and split in orders(split):
+        if size % allowed.mesh.ways(split) == 0 and split in allowed(split):
             yield (*spec[:dim], split, *spec[dim + 1 :])
 
 
@@ -607,9 +581,9 @@ def argument_specs(
     mesh: Mesh,
     *,
     even: bool = False,
-    orders: Callable[[Sequence[str]], Iterable[tuple[str, ...]]] = itertools.permutations,
+    allowed: Callable[[Sequence[str]], Iterable[tuple[str, ...]]] = itertools.permutations,
 ) -> tuple[Spec, ...]:
-    """Every sharding of an argument: each axis on one dim or none, in `orders` where several share one.
+    """Every sharding of an argument: each axis on one dim or none, as far as `allowed` where several share one.
 
     `even`: only where it divides. Compilers abort on indices that need padding (all targets).
     """
@@ -621,7 +595,7 @@ def argument_specs(
             if dim is not None:
                 dims[dim] += (axis,)
         if all(fits(shape[d], mesh.ways(split), even=even) for d, split in enumerate(dims) if split):
-            found.extend(itertools.product(*map(orders, dims)))
+            found.extend(itertools.product(*map(allowed, dims)))
     return tuple(found) or (replicated(len(shape)),)
 
 

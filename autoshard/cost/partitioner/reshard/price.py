@@ -26,7 +26,7 @@ from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
 from autoshard.cost.partitioner.reshard.step_tables import CRASH, NEVER, Step, step_table
 from autoshard.cost.partitioner.reshard.steps import CrashError, axis_group, reshard_tiles
-from autoshard.mesh import MAX_AXES, Mesh, Spec
+from autoshard.mesh import MAX_AXES, Mesh, Spec, orders
 
 Array = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -150,14 +150,13 @@ def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) ->
 def specs_over(rank: int, axes: Sequence[str], dims: Iterable[int] | None = None) -> list[Spec]:
     """Every spec of a tensor of `rank` dims that splits only `dims` (default all), over some of `axes`.
 
-    In every order, of up to three axes; of four in theirs.
+    Several on one dim in the orders of `mesh.orders`.
     """
-    orders = itertools.permutations if len(axes) < MAX_AXES else lambda axes: (tuple(axes),)
     allowed = list(range(rank)) if dims is None else list(dims)
     found: list[Spec] = []
     for places in itertools.product([-1, *allowed], repeat=len(axes)):
         per_dim = [[axis for axis, place in zip(axes, places, strict=True) if place == dim] for dim in range(rank)]
-        found += itertools.product(*(list(orders(axes_of)) for axes_of in per_dim))
+        found += itertools.product(*(orders(axes_of, axes) for axes_of in per_dim))
     return found
 
 
