@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.machine.collectives import Collective, CollectiveKind
+from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.collective_rules import CollectiveRules
 from autoshard.cost.partitioner.targets import COLLECTIVE_RULES
@@ -27,7 +28,7 @@ from autoshard.dtypes import dtype_bytes
 from autoshard.fused import KINDS, dims_of_attrs
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
-from autoshard.mesh import AxisGroup, Mesh, Spec, orders, replicated, spec_axes
+from autoshard.mesh import MAX_AXES, AxisGroup, Mesh, Spec, orders, replicated, spec_axes
 
 MAX_PADDING = 1.02
 """Largest padding of an uneven split, as a factor (a vocabulary of 50257); merged dims are only split evenly."""
@@ -290,6 +291,12 @@ def assignments(shape: GroupShape, mesh: Mesh, allowed: Orders) -> list[Assignme
     return found
 
 
+def _busy(found: Sequence[Assignment]) -> list[Assignment]:
+    """The assignments that leave at most one axis idle more than any need, and those that leave all."""
+    split = [sum(map(len, each)) for each in found]
+    return [each for each, count in zip(found, split, strict=True) if not count or count >= max(split) - 1]
+
+
 def fits(size: int, ways: int, *, even: bool = False) -> bool:
     """Whether a dim of `size` is worth splitting into so many tiles."""
     if size % ways == 0:
@@ -395,7 +402,10 @@ def strategies(
     made_by = [position for position, op in enumerate(group.ops) for _ in group.results(graph.ops[op])]
     alone = graph.ops[group.ops[0]] if len(group.ops) == 1 else None
     rows: list[_Row] = []
-    for assignment in assignments(shape, mesh, allowed):
+    found = assignments(shape, mesh, allowed)
+    if len(mesh.split_axes) == MAX_AXES and alone is not None and alone.kind in CONTRACTIONS:
+        found = _busy(found)
+    for assignment in found:
         split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
         specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
