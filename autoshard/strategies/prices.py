@@ -18,7 +18,7 @@ from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works,
 from autoshard.cost.machine.collectives import Collective, coefficients
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, body_work, op_flops, region_share, roofline_seconds
 from autoshard.cost.machine.device import Device
-from autoshard.cost.partitioner.reshard.price import fit_of, reshard_matrix, reshard_steps
+from autoshard.cost.partitioner.reshard.price import fit_of, near_on, reshard_matrix, reshard_steps
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import Group, Groups
 from autoshard.graph.memo import Latest
@@ -206,8 +206,11 @@ class Prices:
         if limit is None or self.weights < 2:
             return saved
         total, fit = math.prod(kind.shape) * item, fit_of(kind.shape, self.mesh)
+        near = near_on(self.mesh, rows, columns)
         for i, row in enumerate(rows):
             for j, column in enumerate(columns):
+                if not near[i, j]:
+                    continue
                 steps = reshard_steps(row, column, self.mesh, self.device.target, fit).steps
                 if len(steps) == 1 and steps[0].kind == "all-gather":
                     start, _ = coefficients("all-gather", steps[0].axes, self.mesh, self.device)

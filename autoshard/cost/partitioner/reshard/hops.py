@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.device import Device
-from autoshard.cost.partitioner.reshard.price import Array, Fit, affine, affine_table, fit_of, reshard, specs_over
+from autoshard.cost.partitioner.reshard.price import Array, Fit, affine, affine_table, fit_of, reshard, reshard_matrix, specs_over
 from autoshard.mesh import Mesh, Spec
 
 MAX_TIME_RATIO = 0.99
@@ -80,10 +80,10 @@ def path_matrix(
     ways = _ways(mesh, device, fit, len(shape), total)
     rows, columns = ([ways.index.get(spec, -1) for spec in side] for side in (srcs, dsts))
     times = ways.fastest[np.ix_(rows, columns)]
-    if min(*rows, *columns) < 0:
-        for i, j in itertools.product(range(len(srcs)), range(len(dsts))):
-            if min(rows[i], columns[j]) < 0:
-                times[i, j] = affine(srcs[i], dsts[j], mesh, device, fit).seconds(total)
+    for place in (i for i, row in enumerate(rows) if row < 0):
+        times[place] = reshard_matrix(shape, dtype_bytes, [srcs[place]], dsts, mesh, device)[0][0]
+    for place in (j for j, column in enumerate(columns) if column < 0):
+        times[:, place] = reshard_matrix(shape, dtype_bytes, srcs, [dsts[place]], mesh, device)[0][:, 0]
     return times
 
 

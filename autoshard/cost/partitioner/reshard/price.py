@@ -120,29 +120,29 @@ def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) ->
 def _affine_matrix(
     srcs: tuple[Spec, ...], dsts: tuple[Spec, ...], mesh: Mesh, device: Device, fit: Fit
 ) -> tuple[Array, Array, Array]:
-    near = _near_on(mesh, (*srcs, *dsts))
+    near = near_on(mesh, srcs, dsts)
     table = np.zeros((3, len(srcs), len(dsts)))
     for i, src in enumerate(srcs):
-        for j, dst in enumerate(dsts, len(srcs)):
-            way = (src, dst) if near is None or near[i, j] else (src, _kept(src, dst), dst)
+        for j, dst in enumerate(dsts):
+            way = (src, dst) if near[i, j] else (src, _kept(src, dst), dst)
             legs = [affine(one, two, mesh, device, fit) for one, two in itertools.pairwise(way)]
-            table[0, i, j - len(srcs)] = sum(leg.alpha for leg in legs)
-            table[1, i, j - len(srcs)] = sum(leg.beta for leg in legs)
-            table[2, i, j - len(srcs)] = max(leg.memory for leg in legs)
+            table[0, i, j] = sum(leg.alpha for leg in legs)
+            table[1, i, j] = sum(leg.beta for leg in legs)
+            table[2, i, j] = max(leg.memory for leg in legs)
     table.setflags(write=False)
     return table[0], table[1], table[2]
 
 
 def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) -> tuple[Array, Array]:
-    """(alpha, beta) of the direct reshards between all of `specs`; on four axes infinite unless near (`_near_on`)."""
+    """(alpha, beta) of the direct reshards between all of `specs`; on four axes infinite unless near (`near_on`)."""
     axes, places, sizes = _numbered(mesh)
     numbered = [_places(spec, places) for spec in specs]
 
     def steps(i: int, j: int) -> tuple[Step, ...]:
         return _steps(*_active(numbered[i], numbered[j], mesh.size, fit), sizes, axes, device.target).steps
 
-    near = _near_on(mesh, specs)
-    table = step_table((numbered, mesh.size, fit, sizes, axes, device.target), len(specs), steps, near)
+    key = (numbered, mesh.size, fit, sizes, axes, device.target)
+    table = step_table(key, len(specs), steps, near_on(mesh, specs, specs))
     costs = np.array([_cost(way, mesh, device) for way in table.ways])
     return costs[table.index, 0], costs[table.index, 1]
 
@@ -183,16 +183,20 @@ def _numbered(mesh: Mesh) -> tuple[tuple[str, ...], dict[str, int], Shape]:
     return axes, {axis: i for i, axis in enumerate(axes)}, tuple(map(mesh.axis_size, axes))
 
 
-def _near_on(mesh: Mesh, specs: Sequence[Spec]) -> npt.NDArray[np.bool_] | None:
-    """The pairs of specs whose direct reshards are worked out: all (None) but on four axes.
+def near_on(mesh: Mesh, srcs: Sequence[Spec], dsts: Sequence[Spec]) -> npt.NDArray[np.bool_]:
+    """(srcs, dsts): whether a direct reshard is worked out; on up to three axes all are.
 
-    There: axes leave their dims, or enter dims, or all that move do so from one and the same dim to another. All others
-    follow by hops, so that tables stay small.
+    On four: axes leave their dims, or enter dims, or all that move do so from one and the same dim to another. All
+    others follow by hops, so that tables stay small.
     """
     if len(mesh.split_axes) < MAX_AXES:
-        return None
-    dims = np.array([[next((d for d, split in enumerate(spec) if a in split), -1) for a in mesh.split_axes] for spec in specs])
-    before, after = dims[:, None], dims[None]
+        return np.ones((len(srcs), len(dsts)), dtype=np.bool_)
+
+    def dims(specs: Sequence[Spec]) -> npt.NDArray[np.int64]:
+        on = [{axis: dim for dim, split in enumerate(spec) for axis in split} for spec in specs]
+        return np.array([[each.get(axis, -1) for axis in mesh.split_axes] for each in on])
+
+    before, after = dims(srcs)[:, None], dims(dsts)[None]
     stays = before == after
     ends = np.where(stays, -1, (before + 1) * 64 + after + 1)
     one_kind = (stays | (ends == ends.max(axis=2, keepdims=True))).all(axis=2)

@@ -27,7 +27,7 @@ from autoshard.mesh import AxisGroup, parse_axes
 
 CRASH: Literal["crash"] = "crash"
 """Kind of the step that stands for a reshard on which XLA crashes: its cost is infinite."""
-Near = npt.NDArray[np.bool_] | None
+Near = npt.NDArray[np.bool_]
 LEAST_PAIRS = 2_000
 """Smaller tables are computed faster than read."""
 
@@ -60,7 +60,7 @@ class StepTable:
 
 
 def step_table(
-    key: object, size: int, steps: Callable[[int, int], tuple[Step, ...]], near: Near = None
+    key: object, size: int, steps: Callable[[int, int], tuple[Step, ...]], near: Near
 ) -> StepTable:
     """The table of `size` shardings, from disk if present.
 
@@ -68,7 +68,7 @@ def step_table(
         key: everything that `steps` depends on but code; its `repr` names the file.
         size: how many shardings.
         steps: the collectives from sharding i to sharding j, i != j.
-        near: the pairs to be worked out, of shape (size, size); None: all. The others are `NEVER`.
+        near: (size, size): the pairs to be worked out. The others are `NEVER`.
     """
     if size * size < LEAST_PAIRS:
         return _made(size, steps, near)
@@ -86,7 +86,6 @@ def step_table(
 
 def _made(size: int, steps: Callable[[int, int], tuple[Step, ...]], near: Near) -> StepTable:
     numbers: dict[tuple[Step, ...], int] = {(): 0, (NEVER,): 1}
-    near = np.ones((size, size), dtype=np.bool_) if near is None else near
     index = np.where(near, 0, 1).astype(np.int32)
     for i, j in np.argwhere(near & ~np.eye(size, dtype=np.bool_)).tolist():
         index[i, j] = numbers.setdefault(steps(i, j), len(numbers))

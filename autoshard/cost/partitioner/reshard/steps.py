@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -99,16 +99,13 @@ class Part:
     world: Devices
     emitted: tuple[Emitted, ...] = ()
     whole: bool = False
-    cut: Cut | None = None
+    cut: Callable[[], Cut] | None = None
 
     def sliced(self, after: Tiles) -> Part:
         """The value after every device took its slice."""
         cut = self.cut
         if cut is None and not self.emitted:
-            factors = tuple(many // few for many, few in zip(after.data, self.sharding.data, strict=True))
-            places = np.empty((self.world.size, len(factors)), dtype=np.int64)
-            places[self.world] = _places(after) % np.array(factors)
-            cut = Cut(factors, places, self.shape)
+            cut = partial(_cut, self, after)
         return replace(self, sharding=after, shape=_local(self.base, after), cut=cut)
 
     def with_(self, kind: CollectiveKind, groups: Devices, elements: int) -> Part:
@@ -154,7 +151,15 @@ def first_cut(shape: Shape, source: Tiles, target: Tiles, target_kind: Target) -
     """The slice that every device takes of its shard before any communication, on the way to `target`."""
     devices = source.devices.size
     part = Part(shape, _local(shape, source), source, np.arange(devices, dtype=np.int64)[None, :])
-    return _Partitioner(target_kind).reshard(part, target).cut
+    cut = _Partitioner(target_kind).reshard(part, target).cut
+    return None if cut is None else cut()
+
+
+def _cut(part: Part, after: Tiles) -> Cut:
+    factors = tuple(many // few for many, few in zip(after.data, part.sharding.data, strict=True))
+    places = np.empty((part.world.size, len(factors)), dtype=np.int64)
+    places[part.world] = _places(after) % np.array(factors)
+    return Cut(factors, places, part.shape)
 
 
 def _places(sharding: Tiles) -> Devices:
