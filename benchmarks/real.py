@@ -90,7 +90,7 @@ def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: 
             "predicted_s": written["predicted"]["step_time_s"],
             "predicted_memory": written["predicted"]["peak_memory_bytes"],
         }
-        if asked.only_plan:
+        if asked.only_plan or not program.get("compile", True):
             return row
         report, cpu, _ = run(["verify", str(plan), program["source"], "--max-fidelity", "10", "--json"])
         row["compile_cpu_s"] = round(cpu, 1)

@@ -18,7 +18,7 @@ from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.plans.value import Keep
 from autoshard.program import Program
 from autoshard.stablehlo.annotate import gspmd_sharding
-from autoshard.strategies.space import argument_specs
+from autoshard.strategies.allowed import argument_specs
 
 
 def kept(program: Program, mesh: Mesh, hints: Mapping[str, Spec], keep: Keep) -> dict[str, Spec]:

@@ -35,16 +35,15 @@ from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, Spec, spec_axes
 from autoshard.program import of_micro_step
 from autoshard.solver.problem import Problem, Usage
+from autoshard.strategies.allowed import Orders, argument_specs
 from autoshard.strategies.prices import Prices
 from autoshard.strategies.space import (
-    Orders,
     Partial,
     Sharded,
     Specs,
     Strategies,
     Sum,
     Variants,
-    argument_specs,
     op_specs,
     plain,
     signature,

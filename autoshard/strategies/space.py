@@ -28,10 +28,8 @@ from autoshard.dtypes import dtype_bytes
 from autoshard.fused import KINDS, dims_of_attrs
 from autoshard.graph.groups import BARRIER, FUSABLE, Group, Groups, unscaled
 from autoshard.graph.ops import DimFactors, Graph, Op, Rule, Value
-from autoshard.mesh import MAX_AXES, AxisGroup, Mesh, Spec, orders, replicated, spec_axes
-
-MAX_PADDING = 1.02
-"""Largest padding of an uneven split, as a factor (a vocabulary of 50257); merged dims are only split evenly."""
+from autoshard.mesh import MAX_AXES, AxisGroup, Mesh, Spec, spec_axes
+from autoshard.strategies.allowed import Orders, fits
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,6 @@ Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective,
 AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape", BARRIER}
 """Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
-
-
-@dataclass(frozen=True)
-class Orders:
-    """The orders in which axes may split one dim, major to minor: `mesh.orders`, and those of hints.
-
-    Attributes:
-        asked: the specs of hints.
-    """
-
-    mesh: Mesh
-    asked: tuple[Spec, ...] = ()
-
-    def __call__(self, axes: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        """The orders of `axes`."""
-        asked = (tuple(axis for axis in dim if axis in axes) for spec in self.asked for dim in spec)
-        also = [each for each in asked if len(each) == len(axes)]
-        return dict.fromkeys((*orders(axes, self.mesh.split_axes), *also))
 
 
 @dataclass(frozen=True)
@@ -297,13 +277,6 @@ def _busy(found: Sequence[Assignment]) -> list[Assignment]:
     return [each for each, count in zip(found, split, strict=True) if not count or count >= max(split) - 1]
 
 
-def fits(size: int, ways: int, *, even: bool = False) -> bool:
-    """Whether a dim of `size` is worth splitting into so many tiles."""
-    if size % ways == 0:
-        return True
-    return not even and -(-size // ways) * ways <= MAX_PADDING * size
-
-
 def _nested(dim: tuple[int, ...], axes: Sequence[tuple[str, ...]], shape: GroupShape, mesh: Mesh) -> bool:
     """Whether in a merged dim a minor factor is split only if the major ones are completely."""
     return not any(
@@ -402,10 +375,10 @@ def strategies(
     made_by = [position for position, op in enumerate(group.ops) for _ in group.results(graph.ops[op])]
     alone = graph.ops[group.ops[0]] if len(group.ops) == 1 else None
     rows: list[_Row] = []
-    found = assignments(shape, mesh, allowed)
+    chosen = assignments(shape, mesh, allowed)
     if len(mesh.split_axes) == MAX_AXES and alone is not None and alone.kind in CONTRACTIONS:
-        found = _busy(found)
-    for assignment in found:
+        chosen = _busy(chosen)
+    for assignment in chosen:
         split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
         specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
@@ -584,29 +557,6 @@ def scattered(spec: Spec, shape: Sequence[int], axes: Sequence[str], allowed: Or
         split = (*spec[dim], *axes)
         if size % allowed.mesh.ways(split) == 0 and split in allowed(split):
             yield (*spec[:dim], split, *spec[dim + 1 :])
-
-
-def argument_specs(
-    shape: Sequence[int],
-    mesh: Mesh,
-    *,
-    even: bool = False,
-    allowed: Callable[[Sequence[str]], Iterable[tuple[str, ...]]] = itertools.permutations,
-) -> tuple[Spec, ...]:
-    """Every sharding of an argument: each axis on one dim or none, as far as `allowed` where several share one.
-
-    `even`: only where it divides. Compilers abort on indices that need padding (all targets).
-    """
-    axes = mesh.split_axes
-    found: list[Spec] = []
-    for chosen in itertools.product([None, *range(len(shape))], repeat=len(axes)):
-        dims: list[tuple[str, ...]] = [()] * len(shape)
-        for axis, dim in zip(axes, chosen, strict=True):
-            if dim is not None:
-                dims[dim] += (axis,)
-        if all(fits(shape[d], mesh.ways(split), even=even) for d, split in enumerate(dims) if split):
-            found.extend(itertools.product(*map(allowed, dims)))
-    return tuple(found) or (replicated(len(shape)),)
 
 
 def op_specs(strategies: Strategies, group: Group, graph: Graph, strategy: int) -> dict[Value, Spec]:

@@ -10,7 +10,7 @@ import autoshard
 from autoshard.mesh import Mesh
 from autoshard.planning.hints import kept, spec_of
 from autoshard.stablehlo.annotate import gspmd_sharding
-from autoshard.strategies.space import argument_specs
+from autoshard.strategies.allowed import argument_specs
 from tests.conftest import of_torch_xla
 from tests.plans import made as plans
 

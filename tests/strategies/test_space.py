@@ -12,14 +12,13 @@ from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph
 from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, spec_axes
+from autoshard.strategies.allowed import Orders, argument_specs, fits
 from autoshard.strategies.space import (
     Partial,
     Strategies,
     Sum,
     Variants,
     _scatter_kind_of,
-    argument_specs,
-    fits,
     scattered,
     strategies,
     sum_of_partials,
@@ -113,8 +112,8 @@ def test_argument_specs_are_distinct_and_fit():
 
 
 def test_scattering_takes_one_dim_that_divides():
-    assert set(scattered(((), ("x",)), (6, 8), ("y",), MESH)) == {((), ("x", "y"))}
-    assert set(scattered(((), ()), (8, 8), ("y", "x"), MESH)) == {(("y", "x"), ()), ((), ("y", "x"))}
+    assert set(scattered(((), ("x",)), (6, 8), ("y",), Orders(MESH))) == {((), ("x", "y"))}
+    assert set(scattered(((), ()), (8, 8), ("y", "x"), Orders(MESH))) == {(("y", "x"), ()), ((), ("y", "x"))}
 
 
 def test_a_partial_result_is_scattered_in_the_order_in_which_it_is_summed():
@@ -197,6 +196,7 @@ def test_on_tpu_a_sum_is_not_scattered_along_a_dim_that_others_lie_around(device
     mesh = Mesh((2, 4), ("data", "model"), device=device)
     shape, whole = (2, 16, 256, 1024), ((), (), (), ())
     found = [
-        _scatter_kind_of(shape, whole, spec, ("model",), mesh) for spec in scattered(whole, shape, ("model",), mesh)
+        _scatter_kind_of(shape, whole, spec, ("model",), mesh)
+        for spec in scattered(whole, shape, ("model",), Orders(mesh))
     ]
     assert found == [middle, "reduce-scatter", "reduce-scatter"]

@@ -16,7 +16,16 @@ import numpy as np
 
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.device import Device
-from autoshard.cost.partitioner.reshard.price import Array, Fit, affine, affine_table, fit_of, reshard, reshard_matrix, specs_over
+from autoshard.cost.partitioner.reshard.price import (
+    Array,
+    Fit,
+    affine,
+    affine_table,
+    fit_of,
+    reshard,
+    reshard_matrix,
+    specs_over,
+)
 from autoshard.mesh import Mesh, Spec
 
 MAX_TIME_RATIO = 0.99

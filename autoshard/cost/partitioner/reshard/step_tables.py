@@ -59,9 +59,7 @@ class StepTable:
     index: npt.NDArray[np.int32]
 
 
-def step_table(
-    key: object, size: int, steps: Callable[[int, int], tuple[Step, ...]], near: Near
-) -> StepTable:
+def step_table(key: object, size: int, steps: Callable[[int, int], tuple[Step, ...]], near: Near) -> StepTable:
     """The table of `size` shardings, from disk if present.
 
     Args:
