@@ -27,7 +27,7 @@ class Tiles:
 def tiles(spec: Spec, mesh: Mesh) -> Tiles:
     """The grid of a tensor under `spec`: its first two split dims, or its last two where fewer are split.
 
-    Of a third split dim (three axes on three dims) only the first part is drawn.
+    Of further split dims (three axes on three dims) only the first part is drawn.
     """
     rows, columns, *rest = _drawn(spec)
     row_axes, column_axes = (() if dim is None else spec[dim] for dim in (rows, columns))
