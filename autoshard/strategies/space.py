@@ -48,6 +48,8 @@ RuleOf = Callable[[Op, Graph], Rule | None]
 Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective, ...] | None]
 AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape", BARRIER}
 """Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
+MOST_RUNS = 3
+"""On four axes an op's factors are split by at most so many runs of neighbours in the mesh, idle ones counted."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
 
 
@@ -266,6 +268,8 @@ def assignments(shape: GroupShape, mesh: Mesh, allowed: Orders) -> list[Assignme
         ):
             continue
         if not all(_nested(dim, per_factor, shape, mesh) for value in shape.value_dims for dim in value):
+            continue
+        if len(axes) == MAX_AXES and len([*itertools.groupby(chosen)]) > MOST_RUNS:
             continue
         found.extend(itertools.product(*map(allowed, per_factor)))
     return found
