@@ -149,10 +149,15 @@ def _min_sum(base: int, s: int, mine: int, other: int, pairwise: F, given: F, ou
     else:
         for b in range(other):
             row = base + b * mine
-            value = np.inf
-            for a in range(mine):
-                value = min(value, given[a] + pairwise[row + a])
-            out[b] = value
+            one = two = three = four = np.inf  # four minima at a time: each waits for the one before
+            for a in range(0, mine - 3, 4):
+                one = min(one, given[a] + pairwise[row + a])
+                two = min(two, given[a + 1] + pairwise[row + a + 1])
+                three = min(three, given[a + 2] + pairwise[row + a + 2])
+                four = min(four, given[a + 3] + pairwise[row + a + 3])
+            for a in range(mine - mine % 4, mine):
+                one = min(one, given[a] + pairwise[row + a])
+            out[b] = min(min(one, two), min(three, four))
 
 
 @compiled

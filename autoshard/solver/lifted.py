@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.dual import Dual
-from autoshard.solver.kernels import F, Graph, compiled
+from autoshard.solver.kernels import F, Graph, _min_sum, compiled, least
 
 REDUCED_COLOR_ROUNDS = 6
 """Radius, in edges, of colour refinement. The ends of a stack of layers differ from its middle as far as this; much
@@ -71,13 +71,13 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
 @compiled
 def sweep(backward: bool, graph: Graph, portion: F, message: F) -> None:
     """`kernels.sweep` of a quotient, messages only: each member of a class has `portion[q]` edges of entry q."""
-    noff, unary, eoff, pairwise, width = graph.noff, graph.unary, graph.eoff, graph.pairwise, graph.width
+    noff, unary, eoff, pairwise = graph.noff, graph.unary, graph.eoff, graph.pairwise
     koff, kind, first, edge, side, moff = graph.koff, graph.kind, graph.first, graph.edge, graph.side, graph.moff
     n = len(noff) - 1
     widest = 1
     for i in range(n):
         widest = max(widest, noff[i + 1] - noff[i])
-    theta, given = np.empty(widest), np.empty(widest)
+    theta, given, out = np.empty(widest), np.empty(widest), np.empty(widest)
     for step in range(n):
         i = n - 1 - step if backward else step
         k = noff[i + 1] - noff[i]
@@ -105,16 +105,10 @@ def sweep(backward: bool, graph: Graph, portion: F, message: F) -> None:
                 given[kind[c + a]] = min(given[kind[c + a]], gamma * portion[q] * theta[a])
             for a in range(mine):
                 given[a] -= message[m + a]
-            row, column = (width[e], 1) if s == 0 else (1, width[e])
-            least = np.inf
+            _min_sum(eoff[e], s, mine, other, pairwise, given, out)
+            lowest = out[least(out, other)]
             for b in range(other):
-                value = np.inf
-                for a in range(mine):
-                    value = min(value, given[a] + pairwise[eoff[e] + a * row + b * column])
-                message[o + b] = value
-                least = min(least, value)
-            for b in range(other):
-                message[o + b] -= least
+                message[o + b] = out[b] - lowest
 
 
 class _Quotient:
