@@ -137,7 +137,7 @@ def _received(i: int, backward: bool, graph: Graph, message: F, x: I, theta: F, 
 
 
 @inlined
-def _min_sum(base: int, s: int, mine: int, other: int, pairwise: F, given: F, out: F) -> None:
+def min_sum(base: int, s: int, mine: int, other: int, pairwise: F, given: F, out: F) -> None:
     """Min-sum message: the least of `given` plus the matrix, per class of the other end; this end is side s."""
     if s == 0:
         for b in range(other):
@@ -149,7 +149,7 @@ def _min_sum(base: int, s: int, mine: int, other: int, pairwise: F, given: F, ou
     else:
         for b in range(other):
             row = base + b * mine
-            one = two = three = four = np.inf  # four minima at a time: each waits for the one before
+            one = two = three = four = np.inf  # each waits for the one before it: four at a time
             for a in range(0, mine - 3, 4):
                 one = min(one, given[a] + pairwise[row + a])
                 two = min(two, given[a + 1] + pairwise[row + a + 1])
@@ -200,7 +200,7 @@ def sweep(backward: bool, graph: Graph, message: F, x: I, share: F, picked: I) -
                     holder[kind[c + a]] = a
             for a in range(mine):
                 given[a] -= message[m + a]
-            _min_sum(eoff[e], s, mine, other, pairwise, given, out)
+            min_sum(eoff[e], s, mine, other, pairwise, given, out)
             b = least(out, other)
             lowest = out[b]
             bound += lowest

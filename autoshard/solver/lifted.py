@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.dual import Dual
-from autoshard.solver.kernels import F, Graph, _min_sum, compiled, least
+from autoshard.solver.kernels import F, Graph, compiled, least, min_sum
 
 REDUCED_COLOR_ROUNDS = 6
 """Radius, in edges, of colour refinement. The ends of a stack of layers differ from its middle as far as this; much
@@ -19,8 +19,9 @@ less
 puts unlike ops of one layer into one class, much more leaves no two layers equal."""
 MAX_QUOTIENT_SHARE = 0.2
 """Largest share of the nodes that the quotient may have."""
-QUOTIENT_SWEEPS = 400
-"""Sweeps of the quotient."""
+QUOTIENT_SWEEPS, BETWEEN, SETTLED = 400, 25, 1e-3
+"""Most sweeps of the quotient, which ends when in so many no message changes by more than this fraction of the largest.
+"""
 
 
 def warm_start(dual: Dual) -> bool:
@@ -105,7 +106,7 @@ def sweep(backward: bool, graph: Graph, portion: F, message: F) -> None:
                 given[kind[c + a]] = min(given[kind[c + a]], gamma * portion[q] * theta[a])
             for a in range(mine):
                 given[a] -= message[m + a]
-            _min_sum(eoff[e], s, mine, other, pairwise, given, out)
+            min_sum(eoff[e], s, mine, other, pairwise, given, out)
             lowest = out[least(out, other)]
             for b in range(other):
                 message[o + b] = out[b] - lowest
@@ -160,9 +161,14 @@ class _Quotient:
         graph = Graph(
             self.noff, self.unary, self.low, self.high, *matrices, self.first, self.edge, self.side, self.moff
         )
-        for _ in range(QUOTIENT_SWEEPS):
-            for backward in (False, True):
+        for _ in range(QUOTIENT_SWEEPS // BETWEEN):
+            before = self.message.copy()
+            for backward in (False, True) * BETWEEN:
                 sweep(backward, graph, self.portion, self.message)
+            known = np.isfinite(self.message) & np.isfinite(before)
+            now = self.message[known]
+            if np.abs(now - before[known]).max(initial=0.0) <= SETTLED * np.abs(now).max(initial=0.0):
+                break
 
     def give(self) -> None:
         """Divide the messages of each class of edges among its members."""
