@@ -8,6 +8,7 @@ from autoshard.mesh import (
     as_spec,
     default_axis_names,
     format_spec,
+    orders,
     parse_axes,
     parse_spec,
     part_of,
@@ -58,10 +59,10 @@ def test_a_mesh_knows_its_sizes():
     assert mesh.in_order({"c", "a"}) == ("a", "c")
     assert mesh.shard_shape((5, 8, 7), (("b",), ("a", "c"), ())) == (2, 2, 7)
     assert Mesh((8,)).axis_names == ("data",)
-    assert default_axis_names(3) == ("data", "model", "z")
+    assert default_axis_names(4) == ("data", "model", "z", "w")
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.data())
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
 def test_shards_hold_the_tensor(shape, data):
     mesh = Mesh(tuple(shape))
     spec = data.draw(specs(mesh.axis_names, 2))
@@ -76,14 +77,23 @@ def test_shards_hold_the_tensor(shape, data):
         ((2, 4), ("x", "x"), "axis names must differ: x is used more than once"),
         ((2, 4), ("x",), r"mesh shape \(2, 4\) has 2 axes but 1 names: x"),
         ((2, 0), (), r"at least one device: shape \(2, 0\)"),
-        ((1, 2, 3, 4), (), "one, two or three axes, not 4"),
-        ((), (), "one, two or three axes, not 0"),
+        ((1, 2, 3, 4, 5), (), "one to four axes, not 5"),
+        ((), (), "one to four axes, not 0"),
         ((2,), ("my axis",), "letters, digits and underscores, not 'my axis'"),
     ],
 )
 def test_what_is_no_mesh_is_refused(shape, names, message):
     with pytest.raises(ValueError, match=message):
         Mesh(shape, names)
+
+
+def test_of_four_axes_neighbours_share_a_dim():
+    four = Mesh((2, 4, 4, 2)).split_axes
+    assert list(orders(("z", "model"), four)) == [("model", "z")]
+    assert list(orders(("data", "z"), four)) == []
+    assert list(orders((), four)) == [()]
+    three = Mesh((2, 1, 4, 2)).split_axes
+    assert set(orders(("data", "w"), three)) == {("data", "w"), ("w", "data")}
 
 
 @pytest.mark.parametrize("text", ["2x", "x2", "2*4", "", "two", "-1x2"])

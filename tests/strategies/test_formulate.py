@@ -107,6 +107,19 @@ def test_a_hint_leaves_one_sharding():
     assert annotations.pins[Value(graph.arguments[1])] == wanted
 
 
+def test_on_four_axes_strategies_stay_few_and_a_hint_may_order_axes_otherwise():
+    text, mesh, device = jax.ShapeDtypeStruct((64, 64, 64), jnp.float32), Mesh((2, 4, 4, 2)), load_device("cpu")
+    graph = graph_of(jnp.matmul, text, jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    found = formulate(graph, mesh, device)
+    assert max(map(len, found.problem.node_costs)) < 450
+    assert {len(specs.choices) for specs in found.argument_specs} == {163, 51}
+    wanted = {"arg0": (("w", "data"), (), ("z",)), "arg1": ((), ("model", "data"))}
+    hinted = formulate(graph, mesh, device, hints=wanted)
+    annotations = hinted.annotations(solve(hinted.problem).choice)
+    assert [annotations.pins[Value(op)] for op in graph.arguments] == [*wanted.values()]
+    assert any((("w", "data"), (), ("z",)) in ways.inputs[0].choices for ways in hinted.strategies)
+
+
 def test_a_sum_that_the_program_returns_as_it_is_cannot_be_scattered():
     import jax
     import jax.numpy as jnp

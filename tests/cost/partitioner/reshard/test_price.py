@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from typing import get_args
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from autoshard.cost.machine.collectives import seconds
 from autoshard.cost.machine.device import Target, load_device
 from autoshard.cost.partitioner.reshard.hops import hops_between, path_matrix, reshard_path
-from autoshard.cost.partitioner.reshard.price import fit_of, reshard, reshard_matrix, reshard_steps, specs_over
+from autoshard.cost.partitioner.reshard.price import fit_of, near_on, reshard, reshard_matrix, reshard_steps, specs_over
 from autoshard.mesh import AxisPart, Mesh, Spec, as_spec
 
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -223,6 +224,29 @@ def test_no_rematerialization_is_left_where_there_is_a_way_around(kind: str) -> 
         detoured += any(reshard_steps(a, b, mesh, device.target).rematerialized for a, b in legs)
     assert direct > 50
     assert detoured == 0
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 64), (8, 4, 32), (2, 4, 16)])
+def test_on_four_axes_few_direct_reshards_lead_everywhere(shape: Shape) -> None:
+    """Each hop is near, and a path's price is that of its legs."""
+    device, mesh = load_device("h100"), Mesh((2, 4, 2, 4), device="h100")
+    even = [spec for spec in specs_over(3, mesh.axis_names) if not any(map(operator.mod, shape, map(mesh.ways, spec)))]
+    times = path_matrix(shape, 4, even, even, mesh, device)
+    assert np.isfinite(times).all()
+    near = near_on(mesh, even, even)
+    assert near.mean() < 0.3 or len(even) < 50
+    draw = np.random.default_rng(0)
+    for i, j in zip(*(draw.integers(len(even), size=40) for _ in range(2)), strict=True):
+        path = reshard_path(shape, 4, even[i], even[j], mesh, device)
+        assert times[i, j] == pytest.approx(path.seconds)
+        assert near_on(mesh, [even[i], *path.hops], [*path.hops, even[j]]).diagonal().all()
+
+
+def test_on_four_axes_a_direct_reshard_of_many_moves_is_estimated_as_a_gather_and_a_slice():
+    device, mesh = load_device("h100"), Mesh((2, 4, 2, 4), device="h100")
+    src, dst = (("data",), ("model",), ("z",)), (("model",), ("z",), ("data",))
+    direct, _ = reshard_matrix((64, 64, 64), 4, [src, ((), (), ())], [dst, ((), (), ())], mesh, device)
+    assert direct[0, 0] == pytest.approx(direct[0, 1] + direct[1, 0])
 
 
 CRASHING = [

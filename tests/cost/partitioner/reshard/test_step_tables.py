@@ -12,6 +12,7 @@ from autoshard.cost.partitioner.reshard.step_tables import Step, step_table
 from autoshard.mesh import AxisPart, Mesh
 
 SIZE = 50
+ALL = np.ones((SIZE, SIZE), dtype=np.bool_)
 
 
 def steps(i, j):
@@ -31,15 +32,15 @@ def same(one, other):
 
 
 def test_a_table_is_made_once(cache):
-    made = step_table("key", SIZE, steps)
+    made = step_table("key", SIZE, steps, ALL)
 
     def never(i, j):
         raise AssertionError("it is on disk")
 
-    assert same(step_table("key", SIZE, never), made)
+    assert same(step_table("key", SIZE, never, ALL), made)
     assert all(made.ways[made.index[i, j]] == steps(i, j) for i in range(SIZE) for j in range(SIZE) if i != j)
     with pytest.raises(AssertionError, match="it is on disk"):
-        step_table("another key", SIZE, never)
+        step_table("another key", SIZE, never, ALL)
 
 
 def damaged_stream(path):
@@ -60,17 +61,17 @@ def damaged_stream(path):
     ],
 )
 def test_a_spoilt_file_is_made_again(cache, spoil):
-    made = step_table("key", SIZE, steps)
+    made = step_table("key", SIZE, steps, ALL)
     (path,) = (cache / "reshards").iterdir()
     spoil(path)
-    assert same(step_table("key", SIZE, steps), made)
-    assert same(step_table("key", SIZE, lambda i, j: ()), made)
+    assert same(step_table("key", SIZE, steps, ALL), made)
+    assert same(step_table("key", SIZE, lambda i, j: (), ALL), made)
 
 
 def test_without_a_place_to_keep_it(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path / "file"))
-    assert same(step_table("key", SIZE, steps), step_table("key", SIZE, steps))
+    assert same(step_table("key", SIZE, steps, ALL), step_table("key", SIZE, steps, ALL))
 
 
 def test_a_table_from_the_disk_prices_as_the_one_that_was_made(cache):
