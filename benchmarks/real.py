@@ -64,7 +64,7 @@ def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: 
     """Plan and compile one program."""
     row: dict[str, Any] = {"row": name, "layers": asked.layers or "", "remat": asked.remat, "mesh": mesh, **made()}
     given = [program["source"], "--train", program["optimizer"]]
-    for option in ("dtype", "batch", "seq"):
+    for option in ("dtype", "batch", "seq", "memory"):
         given += [f"--{option}", str(program[option])] if option in program else []
     given += ["--checkpoint"] if program.get("checkpoint") else []
     wanted = program.get("settings", {})

@@ -181,7 +181,7 @@ def commands() -> None:
 @commands.command()
 @with_source(train="Plan a training step; default forward only.")
 @click.option("--mesh", "mesh_shape", metavar="2x4", help="Devices along each mesh axis.")
-@click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
+@click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z, w.")
 @click.option("--devices", type=click.IntRange(1), metavar="N", help="Instead of --mesh: try every shape.")
 @click.option(
     "--device",

@@ -19,7 +19,7 @@ from autoshard.show.terminal import say
 @click.command()
 @with_source(train="Compare training steps; default forward only.")
 @click.option("--mesh", "mesh_shape", metavar="2x4", required=True, help="Devices along each mesh axis.")
-@click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z.")
+@click.option("--axes", metavar="DATA,MODEL", help="Names of the mesh axes; default data, model, z, w.")
 @click.option("--device", metavar="KIND", help="Device kind, also with its topology; default the target's, or cpu.")
 @click.option("--placement", metavar="DCN,ICI", help="The link that each axis lies on; default: inner ones near.")
 @click.option(
