@@ -49,7 +49,7 @@ Priced = Callable[[Op, Sequence[Spec | None], Sequence[Spec]], tuple[Collective,
 AS_FACTORS = (FUSABLE - {"reduce"}) | {"dot_general", "reshape", BARRIER}
 """Kinds that partitioners run as the factors say, with strategies' shardings (measured: docs/rules.md)."""
 MOST_RUNS = 3
-"""On four axes an op's factors are split by at most so many runs of neighbours in the mesh, idle ones counted."""
+"""On four axes a group's factors are split by at most so many runs of neighbours in the mesh, idle ones counted."""
 Assignment = tuple[tuple[str, ...], ...]  # per factor of the group, the axes that split it, major to minor
 
 
@@ -252,9 +252,14 @@ def _unify(seen: DimFactors, mine: DimFactors, union: _Union, whole: set[int]) -
             whole.update(right)
 
 
-def assignments(shape: GroupShape, mesh: Mesh, allowed: Orders) -> list[Assignment]:
-    """Every assignment of axes to factors or to none, as far as `allowed` where several share a factor."""
+def assignments(shape: GroupShape, allowed: Orders, alone: Op | None) -> list[Assignment]:
+    """Every assignment of axes to factors or to none, as far as `allowed` where several share a factor.
+
+    On four axes without hints of few runs alone, and, where the group is one contraction, without idle axes.
+    """
+    mesh = allowed.mesh
     axes = mesh.split_axes
+    few = len(axes) == MAX_AXES and not allowed.asked
     even = shape.even | {f for value in shape.value_dims for dim in value if len(dim) > 1 for f in dim}
     found: list[Assignment] = []
     options = [None, *(f for f, ok in enumerate(shape.splittable) if ok)]
@@ -269,10 +274,10 @@ def assignments(shape: GroupShape, mesh: Mesh, allowed: Orders) -> list[Assignme
             continue
         if not all(_nested(dim, per_factor, shape, mesh) for value in shape.value_dims for dim in value):
             continue
-        if len(axes) == MAX_AXES and len([*itertools.groupby(chosen)]) > MOST_RUNS:
+        if few and len([*itertools.groupby(chosen)]) > MOST_RUNS:
             continue
         found.extend(itertools.product(*map(allowed, per_factor)))
-    return found
+    return _busy(found) if few and alone is not None and alone.kind in CONTRACTIONS else found
 
 
 def _busy(found: Sequence[Assignment]) -> list[Assignment]:
@@ -369,7 +374,6 @@ def strategies(
     Args:
         priced: the partitioner's collectives of an op under operand and result shardings, None if XLA computes wrong
             results; called for single-op groups, where they may differ from what the factors say.
-        allowed: orders of axes on one dim, by default those without hints.
     """
     allowed = allowed or Orders(mesh)
     shape = group_shape(group, groups, graph, rule_of)
@@ -379,19 +383,14 @@ def strategies(
     made_by = [position for position, op in enumerate(group.ops) for _ in group.results(graph.ops[op])]
     alone = graph.ops[group.ops[0]] if len(group.ops) == 1 else None
     rows: list[_Row] = []
-    chosen = assignments(shape, mesh, allowed)
-    if len(mesh.split_axes) == MAX_AXES and alone is not None and alone.kind in CONTRACTIONS:
-        chosen = _busy(chosen)
-    for assignment in chosen:
+    for assignment in assignments(shape, allowed, alone):
         split_as = {dims: spec_of(dims, assignment) for dims in frozenset(shape.value_dims)}
         specs = [split_as[dims] for dims in shape.value_dims]
         collectives: list[Collective] = []
         partial: tuple[str, ...] = ()  # in the order of the devices in a replica group
         for value, position in enumerate(made_by, start=len(group.inputs)):
             mentioned = {f for dim in shape.value_dims[value] for f in dim}
-            summed = [
-                f for f in shape.reduces[position] if f not in mentioned
-            ]  # batch_norm: the mean is partial, y not
+            summed = [f for f in shape.reduces[position] if f not in mentioned]  # of batch_norm the mean alone
             axes = mesh.in_order(a for f in summed for a in assignment[f])
             if axes:
                 size = math.prod(mesh.shard_shape(shape.value_shapes[value], specs[value])) * item[value]
