@@ -411,7 +411,7 @@ def arguments_beside_gathers(
     copies = {
         number: _made(kernels[number], program)
         for number in order
-        if kernels[number].kind == "copy" and all(program.arrays[array].maker < 0 for array in kernels[number].reads)
+        if kernels[number].kind == "copy" and _arguments_alone(kernels[number], program)
     }
     changed: dict[int, None] = {}
     for number in order:
@@ -420,6 +420,11 @@ def arguments_beside_gathers(
             changed |= dict.fromkeys(copy for copy, size in copies.items() if size < made)
         changed[number] = None
     return list(changed)
+
+
+def _arguments_alone(kernel: Kernel, program: Lowered) -> bool:
+    """Whether a kernel reads arguments only; zeros that shards are written into read nothing."""
+    return bool(kernel.reads) and all(program.arrays[array].maker < 0 for array in kernel.reads)
 
 
 def _made(kernel: Kernel, program: Lowered) -> int:
