@@ -12,13 +12,16 @@ criteria are, in this order:
 5. users of a collective's result, then kernels that make more kernels ready, then the latest in the program.
 
 So all-gathers move to the front in sequence, and weight gradients fill gaps in the chain of the other gradients.
+
+Before all of these comes memory, where there is a limit: what would exceed it gives way to what adds least
+(`kMemoryPeakOverLimit`, `kDecreaseMemoryOverLimit`).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.cost.compiler.schedule import Dependencies
@@ -47,6 +50,69 @@ class Rules:
 GPU_RULES = Rules()
 
 
+class Pressure:
+    """Memory at the start of what is scheduled so far, from the end; ready kernels and collectives by what each adds.
+
+    A collective's operands are held until its done, its results from its start.
+    """
+
+    def __init__(
+        self, limit: float, reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], sizes: Mapping[int, int]
+    ) -> None:
+        """For kernels that read and make buffers of these sizes, each once."""
+        self.limit, self.reads, self.makes, self.sizes = limit, reads, makes, sizes
+        self.users: dict[int, list[int]] = {}
+        for number, read in enumerate(reads):
+            for buffer in read:
+                self.users.setdefault(buffer, []).append(number)
+        self.live: set[int] = set()
+        self.usage = 0
+        self.ready: dict[int, tuple[bool, int]] = {}  # whether it is a collective, rank
+        self.heaps: tuple[list[tuple[int, int, int]], ...] = [], []
+
+    def added(self, number: int) -> int:
+        """Bytes that a kernel adds, or a collective whose start follows at once."""
+        return self._read(number) - self.made(number)
+
+    def _read(self, number: int) -> int:
+        return sum(self.sizes[each] for each in self.reads[number] if each not in self.live)
+
+    def made(self, number: int) -> int:
+        """Bytes of its results, which its start gives back."""
+        return sum(self.sizes[each] for each in self.makes[number] if each in self.live)
+
+    def end(self, number: int) -> None:
+        """Schedule what needs a kernel's operands: its end, or a collective's done."""
+        self.usage += self._read(number)
+        self.ready.pop(number, None)
+        for each in self.reads[number]:
+            if each not in self.live:
+                self.live.add(each)
+                for user in self.users[each]:
+                    if user in self.ready:
+                        self.release(user, *self.ready[user])
+
+    def start(self, number: int) -> None:
+        """Schedule what makes a kernel's results: its start, or a collective's."""
+        self.usage -= self.made(number)
+        self.live.difference_update(self.makes[number])
+
+    def release(self, number: int, moves: bool, rank: int) -> None:
+        """Make a kernel or collective ready."""
+        self.ready[number] = moves, rank
+        heapq.heappush(self.heaps[moves], (self.added(number), rank, number))
+
+    def least(self, moves: bool) -> tuple[int, int] | None:
+        """(bytes that it adds, kernel or collective) of the ready one that adds least; None without any."""
+        heap = self.heaps[moves]
+        while heap:
+            added, _, number = heap[0]
+            if number in self.ready and self.added(number) == added:
+                return added, number
+            heapq.heappop(heap)
+        return None
+
+
 def overlapped(
     order: Sequence[int],
     deps: Dependencies,
@@ -55,6 +121,7 @@ def overlapped(
     views: Sequence[bool] | None = None,
     kinds: Sequence[str] | None = None,
     rules: Rules = GPU_RULES,
+    pressure: Pressure | None = None,
 ) -> list[tuple[int, bool]]:
     """The schedule of (kernel, whether it is a done); a collective appears twice, as its start and its done.
 
@@ -64,12 +131,15 @@ def overlapped(
         moves: whether a kernel is a collective.
         views: whether users read a kernel's results through a no-op such as a get-tuple-element; None: no kernel's.
         kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
+        pressure: of nothing scheduled; None: there is no memory limit.
     """
     count = len(takes)
-    return _Backwards(order, deps, takes, moves, views or [False] * count, kinds or [""] * count, rules).placed()
+    views, kinds = views or [False] * count, kinds or [""] * count
+    return _Backwards(order, deps, takes, moves, views, kinds, rules, pressure).placed()
 
 
 _Rank = tuple[bool, int, int]
+_Entry = tuple[Callable[[int], None], int]
 
 
 class _Due:
@@ -107,7 +177,9 @@ class _Backwards:
         views: Sequence[bool],
         kinds: Sequence[str],
         rules: Rules,
+        pressure: Pressure | None,
     ) -> None:
+        self.pressure = pressure
         self.viewing, self.at_once, self.kinds = rules.viewing, rules.at_once, kinds
         self.deps, self.takes, self.moves, self.views = deps, takes, moves, views
         self.edge, self.elements = rules.edge, rules.elements
@@ -134,23 +206,38 @@ class _Backwards:
 
     def placed(self) -> list[tuple[int, bool]]:
         """Schedule everything."""
-        while True:
-            self._move_due()
-            ends = {one: due for kind, some in self.ends.items() if self._may_end(kind) for one, due in some.items()}
-            several = len(self.flying) > 1
-            start = min(self.flying, key=self._start_rank) if several else next(iter(self.flying), None)
-            if ends:
-                self._end(ends)
-            elif start is not None and self._start_is_next(start):
-                self._start(start)
-            elif self.due:
-                self._kernel(self._best(max(self.due)))
-            elif self.stalled:
-                self._kernel(self._least_stalled())
-            elif start is not None:
-                self._start(start)
-            else:
-                return self.found[::-1]
+        while (entry := self._next()) is not None:
+            place, number = entry if self.pressure is None else self._within_limit(*entry, self.pressure)
+            place(number)
+        return self.found[::-1]
+
+    def _next(self) -> _Entry | None:
+        """What comes next without a memory limit."""
+        self._move_due()
+        ends = {one: due for kind, some in self.ends.items() if self._may_end(kind) for one, due in some.items()}
+        several = len(self.flying) > 1
+        start = min(self.flying, key=self._start_rank) if several else next(iter(self.flying), None)
+        if ends:
+            return self._end, min(ends, key=lambda one: self._end_rank(one, ends[one]))
+        if start is not None and self._start_is_next(start):
+            return self._start, start
+        if self.due:
+            return self._kernel, self._best(max(self.due))
+        if self.stalled:
+            return self._kernel, self._least_stalled()
+        return None if start is None else (self._start, start)
+
+    def _within_limit(self, place: Callable[[int], None], number: int, pressure: Pressure) -> _Entry:
+        """This, or what adds least memory where it would exceed the limit."""
+        if place == self._start or pressure.usage + pressure.added(number) <= pressure.limit:
+            return place, number
+        found: list[tuple[int, int, _Entry]] = [(pressure.added(number), 0, (place, number))]
+        found += [(-pressure.made(one), 1, (self._start, one)) for one in self.flying]
+        if (kernel := pressure.least(moves=False)) is not None:
+            found.append((kernel[0], 2, (self._kernel, kernel[1])))
+        if (ends := pressure.least(moves=True)) is not None and self._may_end(self.kinds[ends[1]]):
+            found.append((ends[0], 3, (self._end, ends[1])))
+        return min(found, key=lambda each: each[:2])[2]
 
     def _may_end(self, kind: str) -> bool:
         """Whether one more collective of a kind may be in flight."""
@@ -212,8 +299,13 @@ class _Backwards:
         deep = [number for number in alike if self.before[number] == deepest]
         return min(deep, key=lambda number: (self._waste(self.takes[number]), self._unlocks(number)))
 
-    def _end(self, ends: Mapping[int, float]) -> None:
-        number = min(ends, key=lambda one: (max(ends[one] - self.now, 0.0), -self.through[one], -self.place[one]))
+    def _end_rank(self, number: int, due: float) -> tuple[float, float, int]:
+        """The order of the dones."""
+        return max(due - self.now, 0.0), -self.through[number], -self.place[number]
+
+    def _end(self, number: int) -> None:
+        if self.pressure is not None:
+            self.pressure.end(number)
         self.now = max(self.now, self.ends[self.kinds[number]].pop(number))
         self.found.append((number, True))
         self.flying[number] = self.now + self.takes[number]
@@ -221,9 +313,14 @@ class _Backwards:
         self._await(self.flying[number])
 
     def _start(self, number: int) -> None:
+        if self.pressure is not None:
+            self.pressure.start(number)
         self._place(number, self.flying.pop(number), self.edge)
 
     def _kernel(self, number: int) -> None:
+        if self.pressure is not None:
+            self.pressure.start(number)
+            self.pressure.end(number)
         if (alike := self.due.get(self.before[number])) is not None and number in alike.rank:
             del alike.rank[number]
             if not alike.rank:
@@ -255,6 +352,8 @@ class _Backwards:
 
     def _release(self, number: int) -> None:
         """Make a kernel ready: all its users are placed."""
+        if self.pressure is not None:
+            self.pressure.release(number, self.moves[number], -self.place[number])
         readers = self.deps.frees[number]
         due = max(self.now, max((self.placed_at[reader] for reader in readers), default=-math.inf) + self.edge)
         if readers and self.views[number]:  # a no-op, placed at once

@@ -21,7 +21,7 @@ from autoshard.cost.compiler.backend import Backend
 from autoshard.cost.compiler.gpu.split_k import Product, split_k
 from autoshard.cost.compiler.gpu.sums import Sums
 from autoshard.cost.compiler.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.compiler.latency import overlapped
+from autoshard.cost.compiler.latency import Pressure, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
@@ -45,6 +45,9 @@ LIBRARY_CALL = 10e-6
 """Seconds that the latency hiding scheduler assumes for any convolution."""
 SHORTEST_SUM = 2e-6
 """Least seconds that it assumes for a reduction."""
+PREALLOCATED, SCHEDULED, SLOP = 0.75, 0.8, 0.95
+"""Parts of a GPU's memory: a kind's `usable_bytes`; what the latency hiding scheduler counts on, and how much of the
+rest beside arguments and results it fills (`GetSchedulerMemoryLimit`)."""
 SPLIT_K_SUM = "sum_of_parts"
 """The reduction after a split-K dot: it fuses as a producer."""
 
@@ -193,7 +196,7 @@ class GpuBackend(Backend):
         ]
         found = list(kernels)
         numbers = []
-        for number, ends in overlapped(order, deps, takes, moves, views):
+        for number, ends in overlapped(order, deps, takes, moves, views, pressure=self._pressure(kernels, program)):
             if ends:
                 kernel = kernels[number]
                 held = kernel.writes if kernel.shares else (*kernel.reads, *kernel.writes)
@@ -202,6 +205,26 @@ class GpuBackend(Backend):
             else:
                 numbers.append(number)
         return found, numbers
+
+    def _pressure(self, kernels: Sequence[Kernel], program: Lowered) -> Pressure:
+        """Of temporaries, where the results of a barrier are its operands."""
+        device, arrays, passed = self.device, program.arrays, dict[int, int]()
+        for kernel in kernels:
+            if kernel.kind == BARRIER:
+                pairs = zip(kernel.writes, kernel.reads, strict=False)
+                passed.update((new, passed.get(old, old)) for new, old in pairs)
+        size = {number: self.buffer_bytes(each) for number, each in enumerate(arrays)}
+        counted = {number for number, each in enumerate(arrays) if each.maker >= 0 and not each.returned}
+        reads = [
+            [each for each in dict.fromkeys(passed.get(array, array) for array in kernel.reads) if each in counted]
+            for kernel in kernels
+        ]
+        makes = [[each for each in kernel.writes if each in counted and each not in passed] for kernel in kernels]
+        memory = device.usable_bytes / PREALLOCATED if device.usable_bytes else device.memory_bytes or math.inf
+        outside = sum(
+            size[number] for number, each in enumerate(arrays) if each.maker < 0 or (each.returned and not each.donated)
+        )
+        return Pressure(SLOP * (SCHEDULED * memory - outside), reads, makes, size)
 
     def _seconds(self, kernel: Kernel, program: Lowered) -> float:
         """A kernel's seconds as the scheduler estimates (`SolLatencyEstimator`): without launch, except of dots."""
