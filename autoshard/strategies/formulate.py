@@ -29,7 +29,7 @@ from autoshard.cost.partitioner.tiling import Subaxes
 from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.annotations import Annotations
-from autoshard.graph.groups import Group, Groups, fusion_groups
+from autoshard.graph.groups import BARRIER, Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
 from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, Spec, spec_axes
@@ -52,6 +52,8 @@ from autoshard.strategies.space import (
 )
 
 Matrix = npt.NDArray[np.float64]
+SMALL_SUMS = 0.01
+"""Fraction of the memory limit up to which partial sums that are reduce-scattered do not count."""
 SUMMED = CONTRACTIONS | {"scatter"}
 """Kinds whose result is a partial sum if the contracted or reduced dim is split."""
 
@@ -250,7 +252,7 @@ class _Builder:
         self._shared_reads(ways)
         self._ties()
         if memory is not None:
-            self._usages(ways, copies)
+            self._usages(ways, copies, memory)
         problem = Problem(
             node_costs=self.node_costs,
             edges=self.edges,
@@ -632,11 +634,12 @@ class _Builder:
             if before in graph.aten_outputs and after in graph.aten_outputs:
                 yield graph.aten_outputs[before], graph.aten_outputs[after]
 
-    def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy]) -> None:
+    def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy], memory: float) -> None:
         """Memory of each choice, over `_times`."""
         graph, groups = self.graph, self.groups
         end = len(groups.groups)
         times = self._times()
+        using: dict[Value, list[int]] = {}  # groups that read a value
         readers: dict[Value, list[int]] = {}  # times of a value's uses
         passed: dict[int, list[int]] = {}  # barrier's group -> times of its result's uses: it aliases
         for group in reversed(groups.groups):
@@ -644,6 +647,7 @@ class _Builder:
                 (made,) = group.outputs
                 passed[group.id] = [*readers.get(made, []), *([end - 1] if made in graph.returned else [])]
             for value in group.inputs:
+                using.setdefault(value, []).append(group.id)
                 readers.setdefault(value, []).extend([times[group.id], *passed.get(group.id, [])])
         donated = {
             value
@@ -651,6 +655,7 @@ class _Builder:
             if output.updates is not None
         }
         first_group = len(self.node_costs) - len(copies) - end
+        position = {edge: index for index, edge in enumerate(self.edges)}
         for value, (node, specs) in self.made.items():
             if graph.ops[value.op].kind == "argument":
                 self._usage(node, 0, end, value, specs)
@@ -659,20 +664,27 @@ class _Builder:
                 last = end if value in graph.returned else max(readers.get(value, [start])) + 1
                 self._usage(node, start, last, value, specs)
         for index, copy in enumerate(copies):
-            uses = readers[copy.value]
             amount = self._bytes(copy.value, copy.specs.choices)[copy.specs.index]
             amount = np.where(copy.same, 0.0, amount)
             node = len(self.node_costs) - len(copies) + index
-            start = 0 if self._gathered_first(copy.value) else min(uses)
-            self.node_usages.append(Usage(node, start, max(uses) + 1, amount))
+            direct = [times[user] for user in using[copy.value] if user not in passed]
+            start = 0 if self._gathered_first(copy.value) else min(times[user] for user in using[copy.value])
+            last = max(direct, default=start)
+            self.node_usages.append(Usage(node, start, last + 1, amount))
+            for user in sorted(passed.keys() & using[copy.value]):  # what a barrier reads of the copy is kept behind it
+                until = max([times[user], *passed[user]])
+                if until > last:
+                    size = self._bytes(copy.value, ways[user].inputs[0].choices)[ways[user].inputs[0].index]
+                    kept = np.where(copy.same, 0.0, 1.0)[:, None] * size[None, :]
+                    self.edge_usages.append(Usage(position[node, first_group + user], last + 1, until + 1, kept))
+                    last = until
         shared = {copy.value for copy in copies}
         for group in groups.groups:
-            if graph.ops[group.ops[0]].kind in EXPERTS:
-                now = times[group.id]
-                self.node_usages.append(
-                    Usage(first_group + group.id, now, now + 1, self._between(group, ways[group.id]))
-                )
-        position = {edge: index for index, edge in enumerate(self.edges)}
+            now, way = times[group.id], ways[group.id]
+            expert = graph.ops[group.ops[0]].kind in EXPERTS
+            used = self._between(group, way) if expert else self._unreduced(way)
+            if expert or used.max() > SMALL_SUMS * memory:
+                self.node_usages.append(Usage(first_group + group.id, now, now + 1, used))
         for group in groups.groups:
             for value, wanted in zip(group.inputs, ways[group.id].inputs, strict=True):
                 if value in shared or value not in self.made:
@@ -688,6 +700,15 @@ class _Builder:
                 start = 0 if self._gathered_first(value) else now
                 self.edge_usages.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
 
+    def _unreduced(self, ways: Strategies) -> Matrix:
+        """Bytes of the partial sums that a group reduce-scatters, under each strategy."""
+        key = ("unreduced", id(ways))
+        if key not in self._matrices:
+            kind = "reduce-scatter"
+            sizes = [sum(each.bytes for each in found if each.kind == kind) for found in ways.collectives]
+            self._matrices[key] = np.array(sizes, dtype=float)
+        return self._matrices[key]
+
     def _between(self, group: Group, ways: Strategies) -> Matrix:
         """Bytes that experts kept as one op use between their operands and results, under each strategy."""
         op = self.graph.ops[group.ops[0]]
@@ -701,15 +722,24 @@ class _Builder:
         return np.array(found)
 
     def _times(self) -> list[int]:
-        """Time of every group: its position, or, if no contraction depends on it, as soon as its inputs are ready.
+        """Time of every group: its position, or as soon as its inputs are ready if only parameter gradients need it.
 
-        Parameter gradients are late in the program, next to the optimizer, and would keep activations live until then.
+        These are late in the program, next to the optimizer, and would keep activations live until then.
         """
-        found: list[int] = []
-        for group in self.groups.groups:
-            makers = [made for value in group.inputs if (made := self.groups.maker(value)) is not None]
-            early = self.prices.last[group.id] and makers
-            found.append(max(found[made] for made in makers) if early else group.id)
+        makers = [
+            [made for value in group.inputs if (made := self.groups.maker(value)) is not None]
+            for group in self.groups.groups
+        ]
+        needed: set[int] = set()  # by other contractions
+        found = list(range(len(makers)))
+        early = [False] * len(makers)
+        for group in reversed(self.groups.groups):
+            stays = self.graph.ops[group.ops[0]].kind in (*CONTRACTIONS, BARRIER) or group.id in needed
+            early[group.id] = self.prices.last[group.id] or not stays
+            needed.update(() if early[group.id] else makers[group.id])
+        for number, before in enumerate(makers):
+            if early[number] and before:
+                found[number] = max(found[made] for made in before)
         return found
 
     def _gathered_first(self, value: Value) -> bool:

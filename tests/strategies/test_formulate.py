@@ -273,3 +273,53 @@ def test_what_a_barrier_passes_on_may_be_returned():
     ends = {usage.end for usage in formulation.problem.node_usages}
     assert solve(formulation.problem).choice
     assert max(ends) == len(formulation.groups.groups)
+
+
+def test_what_only_a_parameters_gradient_reads_is_made_as_soon_as_it_can_be():
+    """SwiGLU under a checkpoint: its product is made again for a gradient, which PyTorch computes after all others."""
+
+    def late(x, w, v):
+        h = x @ w
+        y = h @ v
+        for _ in range(3):
+            y = jnp.sin(y) @ v
+        return y, (jnp.exp(h) * h).T @ x
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
+    mesh = Mesh((8,), ("x",), device="h100")
+    formulation = formulate(graph_of(late, *shapes), mesh, load_device("h100"), memory=1e12)
+    first = len(formulation.argument_values)
+    (product,) = (group for group in formulation.groups.groups if group.id == 0)
+    ends = [usage.end for usage in formulation.problem.node_usages if usage.index == first + product.id]
+    assert max(ends) <= 3  # of some ten groups
+
+
+def test_a_gathered_weight_is_held_behind_a_barrier_only_where_that_reads_it_gathered():
+    formulation = of_layers(jax.checkpoint(feed_forward), 4096, 256, memory=1e12)
+    problem, first = formulation.problem, len(formulation.argument_values)
+    barriers = {first + group.id: group.id for group in formulation.groups.groups if group.operand_number is not None}
+    copies = {len(problem.node_costs) - len(formulation.copies) + n: copy for n, copy in enumerate(formulation.copies)}
+    behind = {edge: ends for edge, ends in enumerate(problem.edges) if ends[0] in copies and ends[1] in barriers}
+    assert behind
+    for copy, barrier in behind.values():
+        assert all(usage.end <= barriers[barrier] for usage in problem.node_usages if usage.index == copy)
+    held = {usage.index: usage.amount for usage in problem.edge_usages if usage.index in behind}
+    for edge, amount in held.items():
+        assert not amount[copies[problem.edges[edge][0]].same].any()
+        assert amount.any()
+    assert held
+
+
+def test_a_sum_counts_whole_until_it_is_reduce_scattered():
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 1024, bias=False), torch.nn.Tanh())
+    graph, mesh = build_graph(autoshard.capture(model, torch.zeros(64, 64))), Mesh((8,), ("x",), device="h100")
+    formulation = formulate(graph, mesh, load_device("h100"), memory=2**18)
+    (node,) = (each.id for each in formulation.groups.groups if graph.ops[each.ops[0]].kind == "dot_general")
+    scattered = [
+        [each.kind for each in found] == ["reduce-scatter"] for found in formulation.strategies[node].collectives
+    ]
+    first = len(formulation.argument_values)
+    used = sum(usage.amount for usage in formulation.problem.node_usages if usage.index == first + node)
+    assert {*used[scattered]} == {64 * 1024 * 4 * (1 + 1 / 8)}
+    assert used[np.invert(scattered)].max() == 64 * 1024 * 4
