@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from autoshard.api import Plan, capture, evaluate, manual_plan, plan, plan_program, register_rule
     from autoshard.auto.policy import auto_policy, use_spmd
     from autoshard.comparison.compared import Comparison, compare
+    from autoshard.cost.machine.asked import Estimate, EstimateError, estimate
     from autoshard.plans.value import PlanError, PlanMismatchError
     from autoshard.show.explanation import Explanation, explain
 
 _MODULES = {
     "auto.policy": ("auto_policy", "use_spmd"),
     "comparison.compared": ("Comparison", "compare"),
+    "cost.machine.asked": ("Estimate", "EstimateError", "estimate"),
     "api": ("Plan", "capture", "evaluate", "manual_plan", "plan", "plan_program", "register_rule"),
     "plans.value": ("PlanError", "PlanMismatchError"),
     "show.explanation": ("Explanation", "explain"),
@@ -31,6 +33,8 @@ __all__ = [
     "AutoshardError",
     "CaptureError",
     "Comparison",
+    "Estimate",
+    "EstimateError",
     "Explanation",
     "Mesh",
     "Plan",
@@ -40,6 +44,7 @@ __all__ = [
     "auto_policy",
     "capture",
     "compare",
+    "estimate",
     "evaluate",
     "explain",
     "manual_plan",

@@ -79,6 +79,11 @@ def dtype_bytes(name: str) -> int:
     return _BYTES.get(name, 4)
 
 
+def is_dtype(name: str) -> bool:
+    """Whether an element type is called so."""
+    return name in _BYTES
+
+
 def is_float(name: str) -> bool:
     """Whether elements are real floating point numbers."""
     return name.startswith(("f", "bf"))

@@ -10,7 +10,7 @@ import csv
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from models import DEVELOPED, HELD_OUT, LARGE, MODELS
 from results import FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
+from autoshard.cost.machine.measured import measured
 from autoshard.manual import PLANS as MANUAL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -502,6 +503,25 @@ def remat() -> str:
     return f"{markdown(table, headers)}\n\n{said}"
 
 
+def measured_errors() -> str:
+    """Errors of the models in `measured.toml` on rows that were not fitted, in percent."""
+    sets = {
+        "products-pairs": "products, m from 256: pairs of n and k", "products-rows": "products, m from 256: m",
+        "products-beyond": "products, larger than any fitted", "products-small": "products, m below 256",
+        "attention-long": "attention, from 256 tokens", "attention-short": "attention, shorter",
+        "attention-windows": "attention, window of 128", "collectives-large": "collectives, from 64 KiB",
+        "collectives-small": "collectives, smaller",
+    }  # fmt: skip
+    kinds = ("a100", "h100", "h200", "b200")
+    errors = {kind: known.errors for kind in kinds if (known := measured(kind)) is not None}
+
+    def cell(of: Mapping[str, float] | None) -> str:
+        return "" if of is None else f"{of['median']:.1%}, {of['p90']:.1%}, {of['worst']:.0%} of {of['rows']:.0f}"
+
+    rows = [[title, *(cell(errors[kind].get(name)) for kind in kinds)] for name, title in sets.items()]
+    return tabulate(rows, ["held out", *map(str.upper, kinds)], "github", disable_numparse=True)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "collectives": collectives,
     "outside": outside,
@@ -521,6 +541,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "qualities": qualities,
     "overruled": overruled,
     "changed": changed,
+    "measured": measured_errors,
     **{f"made_{name}": partial(made, name) for name in FILES},
 }
 

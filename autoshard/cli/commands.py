@@ -27,6 +27,7 @@ import click
 
 from autoshard import files
 from autoshard.api import Plan
+from autoshard.cli.asking import estimate
 from autoshard.cli.comparing import compare, explain
 from autoshard.cli.lowering import lower
 from autoshard.cli.options import (
@@ -556,5 +557,6 @@ def _summary(found: Plan) -> dict[str, Any]:
 
 
 commands.add_command(compare)
+commands.add_command(estimate)
 commands.add_command(explain)
 commands.add_command(lower)

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from autoshard.attention.form import KINDS as ATTENTIONS
 from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
-from autoshard.cost.machine.collectives import Collective, coefficients
+from autoshard.cost.machine.collectives import Collective, saved_seconds, seconds
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, body_work, op_flops, region_share, roofline_seconds
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.measured import matrix_seconds
 from autoshard.cost.partitioner.reshard.price import fit_of, near_on, reshard_matrix, reshard_steps
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import Group, Groups
@@ -109,17 +110,28 @@ class Prices:
         return np.asarray(np.maximum(self._products(group, ways), beside) + other + launched)
 
     def _products(self, group: Group, ways: Strategies) -> Matrix:
-        seconds = np.zeros(len(ways))
+        spent = np.zeros(len(ways))
         for place, op_id in enumerate(group.ops):
             op = self.graph.ops[op_id]
             if op.kind in BODIES:
-                seconds += self._bodies(op) / ways.flop_ways[:, place] + body_work(op)[1] * self.device.kernel_overhead
+                spent += self._bodies(op) / ways.flop_ways[:, place] + body_work(op)[1] * self.device.kernel_overhead
             elif op.kind in MATRIX_WORK:
                 dtype = self.graph.type_of(op.operands[0]).dtype
-                rate = self.device.reachable_flops(dtype)
                 share = self._region_shares(op, group, ways) / ways.flop_ways[:, place]
-                seconds += op_flops(op, self.graph) * share / rate
-        return seconds
+                spent += self._matrix(op, group, ways, op_flops(op, self.graph) * share, dtype)
+        return spent
+
+    def _matrix(self, op: Op, group: Group, ways: Strategies, flops: Matrix, dtype: str) -> Matrix:
+        """Seconds of one product or attention of `flops` FLOP under each strategy."""
+        places = {value: place for place, value in enumerate(self._locals(group))} if self.device.measured else {}
+        if not all(value in places for value in op.operands[:3]):
+            return flops / self.device.reachable_flops(dtype)
+        operands = [(self.graph.type_of(v).shape, ways.shape.value_dims[places[v]]) for v in op.operands[:3]]
+        found = np.zeros(len(ways))
+        for index, assignment in enumerate(ways.assignments):
+            shapes = [self.mesh.shard_shape(shape, spec_of(dims, assignment)) for shape, dims in operands]
+            found[index] = matrix_seconds(op, shapes, float(flops[index]), dtype, self.device)
+        return found
 
     def _region_shares(self, op: Op, group: Group, ways: Strategies) -> Matrix:
         """`region_share` under each strategy; 1 for other ops."""
@@ -180,15 +192,15 @@ class Prices:
 
     def collective_seconds(self, each: Collective, group: Group) -> float:
         """Seconds of a group's all-reduce or reduce-scatter, combined with others."""
-        start, per_byte = coefficients(each.kind, each.axes, self.mesh, self.device)
-        seconds = start + per_byte * each.bytes
+        found = seconds(each.kind, each.axes, each.bytes, self.mesh, self.device)
         limit = self.backend.combined_up_to.get(each.kind)
         if self.last[group.id] and limit is not None and self.sums > 1:
-            seconds -= start * (1 - self.part_of_start(each.bytes, limit, self.sums))
+            part = self.part_of_start(each.bytes, limit, self.sums)
+            found -= saved_seconds(each.kind, each.axes, each.bytes, self.mesh, self.device, part)
             rate = self.device.reachable_bandwidth
             copies = self.backend.copies_of_combined.get(each.kind, 0)
-            seconds += copies * each.bytes / rate + (self.device.kernel_overhead if copies else 0.0)
-        return seconds * each.count
+            found += copies * each.bytes / rate + (self.device.kernel_overhead if copies else 0.0)
+        return found * each.count
 
     @staticmethod
     def part_of_start(size: float, limit: float, count: int) -> float:
@@ -213,9 +225,9 @@ class Prices:
                     continue
                 steps = reshard_steps(row, column, self.mesh, self.device.target, fit).steps
                 if len(steps) == 1 and steps[0].kind == "all-gather":
-                    start, _ = coefficients("all-gather", steps[0].axes, self.mesh, self.device)
-                    part = self.part_of_start(float(steps[0].share) * total, limit, self.weights)
-                    saved[i, j] = start * (1 - part)
+                    size = float(steps[0].share) * total
+                    part = self.part_of_start(size, limit, self.weights)
+                    saved[i, j] = saved_seconds("all-gather", steps[0].axes, size, self.mesh, self.device, part)
         return saved
 
     def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:

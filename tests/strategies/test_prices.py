@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.cost.machine.collectives import coefficients
+from autoshard.cost.machine.collectives import seconds
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.groups import fusion_groups
@@ -107,13 +107,12 @@ def test_gradients_share_the_start_of_the_sum_that_they_are_combined_into(kind, 
     prices = Prices(graph, groups, mesh, device)
     ways = formulation.strategies[0]
     summed = next(i for i, each in enumerate(ways.collectives) if each and each[0].kind == "all-reduce")
-    start, per_byte = coefficients("all-reduce", ("x",), mesh, device)
     size = 256 * 256 * 4
     copies = copied * size / (device.memory_bandwidth * device.achievable_memory)
     launched = device.kernel_overhead if copied else 0.0
     (sums,) = ways.collectives[summed]
     assert prices.collective_seconds(sums, groups.groups[0]) == pytest.approx(
-        start / 4 + per_byte * size + copies + launched
+        seconds("all-reduce", ("x",), size, mesh, device, 4) + copies + launched
     )
 
 
@@ -146,10 +145,9 @@ def gather_cost(graph: Graph, mesh: Mesh) -> float:
 def test_gathers_of_weights_start_together_where_the_compiler_combines_them(kind, combines):
     mesh, device = Mesh((8,), ("x",), kind), load_device(kind)
     size = 256 * 256 * (2 if kind == "tpu-v5e" else 4)  # a TPU rounds what it gathers for a product
-    start, per_byte = coefficients("all-gather", ("x",), mesh, device)
-    assert gather_cost(weights(1), mesh) == pytest.approx(start + per_byte * size)
-    together = start / 4 if combines else start
-    assert gather_cost(weights(4), mesh) == pytest.approx(together + per_byte * size)
+    for count, together in ((1, 1), (4, 4 if combines else 1)):
+        expected = seconds("all-gather", ("x",), size, mesh, device, together)
+        assert gather_cost(weights(count), mesh) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -113,8 +113,8 @@ class Step:
         inner: of loops and branches, bytes per device that their bodies read and write, and their kernels.
         parts: of the permutes of a windowed einsum, their number.
         turns: of an attention kernel, how often it reads keys and values.
-        shapes: of a `dot_general`, local operand shapes as it reads them; the operand's array may have another shape
-            through a bitcast.
+        shapes: of a `dot_general` or an attention, local operand shapes as it reads them; the operand's array may have
+            another shape through a bitcast.
     """
 
     kind: str
@@ -333,7 +333,7 @@ class _Lowering:
             self._experts(op, reads, made, run, flops)
         else:
             arrays = [array for array in reads if array is not None]
-            self._step(op.kind, op.id, arrays, made, flops, values=op.operands)
+            self._step(op.kind, op.id, arrays, made, flops, values=op.operands, shapes=self._read(op))
         for array, value, collectives in zip(made, results, after, strict=True):
             tiling = self.shardings.made[value]
             self.of[value] = self._chain(value, array, collectives, tiling, op.id) if collectives else array

@@ -1,4 +1,4 @@
-"""Seconds of a device's scheduled program: rooflines of its kernels, and its combined collectives."""
+"""Seconds of a device's scheduled program: its kernels, by rooflines or as measured, and its combined collectives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
 from autoshard.cost.machine.collectives import Collective, seconds
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.measured import matrix_seconds
 from autoshard.mesh import Mesh
 
 
@@ -26,8 +27,18 @@ def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
         size = sum(touched.values()) + sum(each for each, _ in inner)
         kernels = 1 + int(sum(count for _, count in inner))
         dtype = operand_dtype(kernel, compiled.program)
-        found.append(roofline_seconds(kernel.flops, size, dtype, device, kernels=kernels) + copying)
+        if device.measured and kernel.flops:
+            moving = roofline_seconds(0.0, size, dtype, device, kernels=0)
+            working = max(moving, _products_seconds(kernel, compiled.program, dtype, device))
+            found.append(working + kernels * device.kernel_overhead + copying)
+        else:
+            found.append(roofline_seconds(kernel.flops, size, dtype, device, kernels=kernels) + copying)
     return found
+
+
+def _products_seconds(kernel: Kernel, program: Lowered, dtype: str, device: Device) -> float:
+    steps = [step for number in kernel.steps if (step := program.steps[number]).flops]
+    return sum(matrix_seconds(program.graph.ops[step.op], step.shapes, step.flops, dtype, device) for step in steps)
 
 
 def operand_dtype(kernel: Kernel, program: Lowered) -> str:

@@ -1,9 +1,10 @@
 """Collectives and their times.
 
-Every collective takes alpha + beta * bytes seconds; alpha and beta depend on its kind, its axes, and their physical
-placement. With n devices and B the larger of operand and result payload per device, each device receives (n-1)/n * B
-bytes in an all-gather, a reduce-scatter or an all-to-all, twice that in an all-reduce (Thakur, Rabenseifner, Gropp,
-"Optimization of Collective Communication Operations in MPICH", 2005), B in a permute, at the bandwidth of:
+Within a host of a kind that was measured (`measured.toml`), a collective takes what its fitted curve says. Every other
+takes alpha + beta * bytes seconds; alpha and beta depend on its kind, its axes, and their physical placement. With n
+devices and B the larger of operand and result payload per device, each device receives (n-1)/n * B bytes in an
+all-gather, a reduce-scatter or an all-to-all, twice that in an all-reduce (Thakur, Rabenseifner, Gropp, "Optimization
+of Collective Communication Operations in MPICH", 2005), B in a permute, at the bandwidth of:
 
 - switch: the device's port, in ceil(log2 n) rounds.
 - torus: an axis covers one or several torus dims, each a bidirectional ring if it wraps around, else a line; several
@@ -28,6 +29,7 @@ from typing import Literal
 
 from autoshard.cost.machine.device import Device, Link
 from autoshard.cost.machine.layout import Dim, layout, links_used
+from autoshard.cost.machine.measured import Curve, curve
 from autoshard.mesh import AxisGroup, AxisPart, Mesh
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
@@ -69,13 +71,36 @@ def seconds(
     """
     if bytes <= 0:
         return 0.0
-    alpha, beta = coefficients(kind, axes if isinstance(axes, tuple) else tuple(axes), mesh, device)
+    axes = axes if isinstance(axes, tuple) else tuple(axes)
+    if (known := measured_curve(kind, axes, mesh, device)) is not None:
+        return known.seconds(bytes * together) / together
+    alpha, beta = coefficients(kind, axes, mesh, device)
     return alpha / together + beta * bytes
+
+
+def saved_seconds(
+    kind: CollectiveKind, axes: AxisGroup, bytes: float, mesh: Mesh, device: Device, part: float
+) -> float:
+    """Seconds that a collective saves by being combined into one of which it is `part`."""
+    if (known := measured_curve(kind, axes, mesh, device)) is not None:
+        return known.seconds(bytes) - part * known.seconds(bytes / part)
+    return coefficients(kind, axes, mesh, device)[0] * (1 - part)
+
+
+@lru_cache(maxsize=4096)
+def measured_curve(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Device) -> Curve | None:
+    """What was measured of a collective within one host; None for others."""
+    taken = _taken(axes, mesh)
+    total = math.prod(taken.values())
+    inner = _levels(taken, mesh, device)[0].size if device.measured and total > 1 else 0
+    return curve(kind, total, device) if inner == total else None
 
 
 @lru_cache(maxsize=4096)
 def coefficients(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Device) -> tuple[float, float]:
     """(alpha in seconds, beta in seconds per byte) of a collective over `axes`; (0, 0) if they hold one device.
+
+    Of a measured one, those that it approaches at both ends.
 
     Raises:
         KeyError: an axis that the mesh does not have.
@@ -84,9 +109,11 @@ def coefficients(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Devi
     """
     if kind not in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
         raise ValueError(f"no collective is called {kind!r}")
-    taken = dict(part for axis in axes for part in _parts(axis, mesh))
+    taken = _taken(axes, mesh)
     if math.prod(taken.values()) == 1:
         return 0.0, 0.0
+    if (known := measured_curve(kind, axes, mesh, device)) is not None:
+        return known.start, known.slopes[-1]
     levels = [level for level in _levels(taken, mesh, device) if level.size > 1]
     alpha, beta, inside = 0.0, 0.0, 1
     for i, level in enumerate(levels):
@@ -101,6 +128,11 @@ def coefficients(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Devi
             beta = max(beta, own) if piped else beta + own
         inside *= level.size
     return device.collective_overhead + alpha, beta
+
+
+def _taken(axes: AxisGroup, mesh: Mesh) -> dict[str, int]:
+    """Devices of a group along each axis."""
+    return dict(part for axis in axes for part in _parts(axis, mesh))
 
 
 def _parts(axis: str | AxisPart, mesh: Mesh) -> list[tuple[str, int]]:
@@ -140,7 +172,7 @@ def _levels(taken: Mapping[str, int], mesh: Mesh, device: Device) -> list[_Level
     dims = layout(mesh, device)
     for link in device.links:
         here: list[tuple[Dim, dict[str, int]]] = []
-        for dim in reversed([dim for dim in dims if dim.link is link]):
+        for dim in reversed([dim for dim in dims if dim.link == link]):
             part = {axis: math.gcd(left.get(axis, 1), size) for axis, size in dim.parts}
             for axis in part:
                 left[axis] = left.get(axis, 1) // part[axis]

@@ -8,6 +8,7 @@ whose outer part is on the other; `layout.py` derives coordinates.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -91,6 +92,7 @@ class Device:
         clock: cycles per second of the cores, the unit of a TPU compiler's estimates; 0 if unknown.
         sparse_copy_bytes: size from which sparse cores copy tables to another layout; 0 without sparse cores.
         usable_bytes: what the runtime leaves of the memory to a step; None is all of `memory_bytes`.
+        measured: entry of `measured.toml` whose models time its kernels and collectives; empty for the roofline.
         source: where the figures come from.
     """
 
@@ -114,6 +116,7 @@ class Device:
     clock: float = 0.0
     sparse_copy_bytes: int = 0
     usable_bytes: int | None = None
+    measured: str = ""
     source: str = field(default="", repr=False, compare=False)
 
     @property
@@ -276,8 +279,10 @@ def _load_kind(text: str) -> Device:
     if extra := os.environ.get(ENVIRONMENT):
         known.update(_read(extra, _stamp(extra)))
     if text not in known:
+        near = difflib.get_close_matches(text, [*known, *KIND_ALIASES], n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
         raise DeviceError(
-            f"no device kind is called {text!r}; known are {', '.join(sorted(known))}. "
+            f"no device kind is called {text!r}{meant}; known are {', '.join(sorted(known))}. "
             f"Your own: pass the path of a .toml file, or name one in {ENVIRONMENT}"
         )
     return known[text]
@@ -435,7 +440,7 @@ def _device(table: _Table, name: str) -> Device:
     table.only(
         "target", "flops", "memory_bandwidth", "memory_bytes", "kernel_overhead", "collective_overhead", "achievable",
         "multiprocessors", "compute_capability", "links", "source", "chip_devices", "on_chip_bytes",
-        "cores", "clock", "sparse_copy_bytes", "usable_bytes",
+        "cores", "clock", "sparse_copy_bytes", "usable_bytes", "measured",
     )  # fmt: skip
     flops_table = table.table("flops")
     flops = {dtype: flops_table.number(dtype) for dtype in flops_table.value}
@@ -465,6 +470,7 @@ def _device(table: _Table, name: str) -> Device:
         achievable_compute=achievable.number("compute", most=1),
         achievable_memory=achievable.number("memory", most=1),
         links=links,
+        measured=table.text("measured") if "measured" in table.value else "",
         multiprocessors=table.whole("multiprocessors") if "multiprocessors" in table.value else 0,
         compute_capability=table.number("compute_capability") if "compute_capability" in table.value else 0.0,
         chip_devices=table.whole("chip_devices") if "chip_devices" in table.value else 1,

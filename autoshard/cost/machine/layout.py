@@ -100,7 +100,7 @@ def machine(mesh: Mesh, device: Device) -> str:
     if device.topology:
         return device.name
     inner = device.links[0]
-    shape = [dim.size for dim in layout(mesh, device) if dim.link is inner]
+    shape = [dim.size for dim in layout(mesh, device) if dim.link == inner]
     outside = mesh.size // math.prod(shape)
     if inner.topology == "torus":
         if device.chip_devices > 1 and len(shape) > inner.dims:
@@ -147,7 +147,7 @@ def sums_whole(axes: tuple[str, ...], mesh: Mesh) -> bool:
     over = [dim for dim in dims if any(axis in axes and size > 1 for axis, size in dim.parts)]
     if len({dim.link.name for dim in over}) > 1:
         return True
-    if any(dim.link is not inner for dim in dims) or mesh.ways(set(axes) & set(mesh.axis_names)) < mesh.size:
+    if any(dim.link != inner for dim in dims) or mesh.ways(set(axes) & set(mesh.axis_names)) < mesh.size:
         return False
     shape = [dim.size for dim in dims]
     return len(shape) > 2 or (len(shape) == 2 and shape[0] == shape[1] >= 4)

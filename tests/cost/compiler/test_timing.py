@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.cost.machine.collectives import coefficients, seconds
+from autoshard.cost.machine.collectives import seconds
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import Annotations
@@ -30,9 +30,10 @@ def test_collectives_that_are_combined_start_once(kind):
     mesh, device = Mesh((2, 4), ("data", "model"), kind), load_device(kind)
     rows = (("data", "model"), ())
     found = predict(graph, Annotations({Value(i): rows for i in range(3)}), mesh, device)
-    start, per_byte = coefficients("all-reduce", mesh.axis_names, mesh, device)
     assert [each.kind for each in found.collectives] == ["all-reduce"] * 2
-    assert found.communication_s == pytest.approx(start + 2 * 16 * 32 * 4 * per_byte)
+    assert found.communication_s == pytest.approx(
+        2 * seconds("all-reduce", mesh.axis_names, 16 * 32 * 4, mesh, device, 2)
+    )
 
 
 def test_a_gpu_copies_combined_sums_into_one_array_and_out_of_it():

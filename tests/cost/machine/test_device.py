@@ -72,7 +72,7 @@ def test_unlisted_dtypes_run_as_f32_and_eight_bit_floats_as_i8() -> None:
 
 
 def test_unknown_kind_names_the_known_ones() -> None:
-    with pytest.raises(DeviceError, match=r"no device kind is called 'tpu-v9'; known are a100-40gb, .*tpu-v6e"):
+    with pytest.raises(DeviceError, match=r"'tpu-v9' \(did you mean tpu-v4\?\); known are a100-40gb, .*tpu-v6e"):
         load_device("tpu-v9")
 
 

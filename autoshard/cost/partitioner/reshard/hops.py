@@ -21,6 +21,7 @@ from autoshard.cost.partitioner.reshard.price import (
     Fit,
     affine,
     affine_table,
+    bytes_of,
     fit_of,
     reshard,
     reshard_matrix,
@@ -57,7 +58,7 @@ def reshard_path(shape: Sequence[int], dtype_bytes: int, src: Spec, dst: Spec, m
     fit = fit_of(shape, mesh)
     legs = list(itertools.pairwise((src, *hops, dst)))
     collectives = tuple(each for a, b in legs for each in reshard(shape, dtype_bytes, a, b, mesh, device.target))
-    taken = [affine(a, b, mesh, device, fit) for a, b in legs]
+    taken = [affine(a, b, mesh, device, fit, bytes_of(total, device)) for a, b in legs]
     seconds = sum(each.seconds(total) for each in taken)
     return Path(hops, collectives, seconds, math.ceil(max(each.memory for each in taken) * total))
 
@@ -117,7 +118,7 @@ class _Ways:
 
 @lru_cache(maxsize=64)
 def _ways(mesh: Mesh, device: Device, fit: Fit, rank: int, total: float) -> _Ways:
-    specs, index, alphas, betas = _table(mesh, device, fit, rank)
+    specs, index, alphas, betas = _table(mesh, device, fit, rank, bytes_of(total, device))
     direct = alphas + betas * total
     one = _shortest(direct, direct)
     two = _shortest(direct, one)
@@ -132,7 +133,9 @@ def _shortest(first: Array, second: Array) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _table(mesh: Mesh, device: Device, fit: Fit, rank: int) -> tuple[list[Spec], dict[Spec, int], Array, Array]:
+def _table(
+    mesh: Mesh, device: Device, fit: Fit, rank: int, total: float | None
+) -> tuple[list[Spec], dict[Spec, int], Array, Array]:
     """Specs that split every dim evenly, their positions, alphas and betas of all pairs."""
     sizes = [size or mesh.size for size in fit or (0,) * rank]
     specs = [
@@ -140,5 +143,5 @@ def _table(mesh: Mesh, device: Device, fit: Fit, rank: int) -> tuple[list[Spec],
         for spec in specs_over(rank, mesh.split_axes, [dim for dim, size in enumerate(sizes) if size > 1])
         if not any(size % mesh.ways(dim) for size, dim in zip(sizes, spec, strict=True))
     ]
-    alphas, betas = affine_table(specs, mesh, device, fit)
+    alphas, betas = affine_table(specs, mesh, device, fit, total)
     return specs, {spec: i for i, spec in enumerate(specs)}, alphas, betas

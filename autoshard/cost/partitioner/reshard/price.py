@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cost.machine.collectives import Collective, coefficients
+from autoshard.cost.machine.collectives import Collective, coefficients, seconds
 from autoshard.cost.machine.device import Device
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
@@ -77,12 +77,18 @@ def reshard_matrix(
     `memory` is bytes per device of the largest copy that it makes, the resharded value included; 0 where nothing
     changes.
     """
-    alphas, betas, memories = _affine_matrix(tuple(srcs), tuple(dsts), mesh, device, fit_of(shape, mesh))
     total = float(math.prod(shape) * dtype_bytes)
+    fit = fit_of(shape, mesh)
+    alphas, betas, memories = _affine_matrix(tuple(srcs), tuple(dsts), mesh, device, fit, bytes_of(total, device))
     return alphas + betas * total, np.ceil(memories * total)
 
 
 # --- seconds and memory as functions of the tensor's bytes --------------------------------------------------------
+
+
+def bytes_of(total: float, device: Device) -> float | None:
+    """`total`, where seconds depend on it in another way than by a line; None on devices that none were measured on."""
+    return total if device.measured else None
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,8 @@ FREE = Affine(0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=1 << 16)
-def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) -> Affine:
-    """The cost of a direct reshard on `device`; `fit` as in `reshard_steps`."""
+def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None, total: float | None = None) -> Affine:
+    """The cost of a direct reshard on `device`; `fit` as in `reshard_steps`, `total` as of `bytes_of`."""
     if src == dst:
         return FREE
     copy = 1.0
@@ -112,20 +118,20 @@ def affine(src: Spec, dst: Spec, mesh: Mesh, device: Device, fit: Fit = None) ->
         size = fit[i] if fit is not None and fit[i] else ways
         copy *= -(-size // ways) / size
     steps = reshard_steps(src, dst, mesh, device.target, fit).steps
-    alpha, beta = _cost(steps, mesh, device)
+    alpha, beta = _cost(steps, mesh, device, total)
     return Affine(alpha, beta, max([copy, *(float(step.share) for step in steps)]))
 
 
 @lru_cache(maxsize=4096)
 def _affine_matrix(
-    srcs: tuple[Spec, ...], dsts: tuple[Spec, ...], mesh: Mesh, device: Device, fit: Fit
+    srcs: tuple[Spec, ...], dsts: tuple[Spec, ...], mesh: Mesh, device: Device, fit: Fit, total: float | None
 ) -> tuple[Array, Array, Array]:
     near = near_on(mesh, srcs, dsts)
     table = np.zeros((3, len(srcs), len(dsts)))
     for i, src in enumerate(srcs):
         for j, dst in enumerate(dsts):
             way = (src, dst) if near[i, j] else (src, _kept(src, dst), dst)
-            legs = [affine(one, two, mesh, device, fit) for one, two in itertools.pairwise(way)]
+            legs = [affine(one, two, mesh, device, fit, total) for one, two in itertools.pairwise(way)]
             table[0, i, j] = sum(leg.alpha for leg in legs)
             table[1, i, j] = sum(leg.beta for leg in legs)
             table[2, i, j] = max(leg.memory for leg in legs)
@@ -133,7 +139,9 @@ def _affine_matrix(
     return table[0], table[1], table[2]
 
 
-def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) -> tuple[Array, Array]:
+def affine_table(
+    specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit, total: float | None = None
+) -> tuple[Array, Array]:
     """(alpha, beta) of the direct reshards between all of `specs`; on four axes infinite unless near (`near_on`)."""
     axes, places, sizes = _numbered(mesh)
     numbered = [_places(spec, places) for spec in specs]
@@ -143,7 +151,7 @@ def affine_table(specs: Sequence[Spec], mesh: Mesh, device: Device, fit: Fit) ->
 
     key = (numbered, mesh.size, fit, sizes, axes, device.target)
     table = step_table(key, len(specs), steps, near_on(mesh, specs, specs))
-    costs = np.array([_cost(way, mesh, device) for way in table.ways])
+    costs = np.array([_cost(way, mesh, device, total) for way in table.ways])
     return costs[table.index, 0], costs[table.index, 1]
 
 
@@ -219,15 +227,19 @@ def _active(src: Places, dst: Places, devices: int, fit: Fit) -> tuple[Places, P
     return tuple(src[i] for i in dims), tuple(dst[i] for i in dims), shape
 
 
-def _cost(steps: Iterable[Step], mesh: Mesh, device: Device) -> tuple[float, float]:
-    """(alpha, beta) of collectives one after the other."""
+def _cost(steps: Iterable[Step], mesh: Mesh, device: Device, total: float | None) -> tuple[float, float]:
+    """(alpha, beta) of collectives one after the other; all in alpha, where the tensor's bytes are given."""
     alpha, beta = 0.0, 0.0
     for step in steps:
         if step.kind == CRASH:
             return math.inf, 0.0
-        a, b = coefficients(step.kind, step.axes, mesh, device)
+        share = float(step.share)
+        if total is None:
+            a, b = coefficients(step.kind, step.axes, mesh, device)
+        else:
+            a, b = seconds(step.kind, step.axes, share * total, mesh, device), 0.0
         alpha += a
-        beta += b * float(step.share)
+        beta += b * share
     return alpha, beta
 
 

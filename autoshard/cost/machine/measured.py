@@ -1,0 +1,159 @@
+"""Models fitted to measured kernels and collectives, `measured.toml`: `benchmarks/fit_kernels.py` writes it."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from autoshard.attention.form import FORWARD, Form
+from autoshard.attention.form import KINDS as ATTENTIONS
+from autoshard.cost.machine import fused_attention, products
+from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.fused_attention import Shape
+from autoshard.graph.contraction import matrices
+from autoshard.graph.ops import Op
+
+KNOTS = (2**17, 2**20, 2**22, 2**23, 2**25)
+"""Bytes at which the slope of a collective's seconds changes: NCCL takes another protocol or more channels."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a collective: a start, and seconds per byte up to each of `KNOTS` and beyond the last."""
+
+    start: float
+    slopes: tuple[float, ...]
+
+    def seconds(self, size: float) -> float:
+        """Seconds of a collective of `size` bytes."""
+        found, below = self.start, 0.0
+        for slope, knot in zip(self.slopes, (*KNOTS, math.inf), strict=True):
+            if size <= below:
+                break
+            found += slope * (min(size, knot) - below)
+            below = knot
+        return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on one kind of device.
+
+    Attributes:
+        products: the model of matrix products.
+        attention: that of fused attention, by head size.
+        collectives: kind -> group size -> seconds.
+        most: of each model's sizes the largest that was measured.
+        errors: name of a set of rows that were not fitted -> rows, and the median, 90th percentile and largest of
+            relative errors.
+        source: whose measurements, in words.
+    """
+
+    products: products.Constants
+    attention: Mapping[int, fused_attention.Constants]
+    collectives: Mapping[str, Mapping[int, Curve]]
+    most: Mapping[str, float]
+    errors: Mapping[str, Mapping[str, float]]
+    source: str = field(repr=False)
+
+    def of_head(self, features: Any) -> fused_attention.Constants:
+        """Of the smallest measured head size that holds `features`, else of the largest."""
+        size = min((size for size in self.attention if size >= features), default=max(self.attention))
+        return self.attention[size]
+
+
+@lru_cache(maxsize=1)
+def _document() -> dict[str, Any]:
+    return tomllib.loads(resources.files("autoshard.cost.machine").joinpath("measured.toml").read_text())
+
+
+@lru_cache
+def measured(kind: str) -> Measured | None:
+    """What was measured on devices of `kind`; None for a kind that nothing was."""
+    found = _document().get(kind)
+    if found is None:
+        return None
+    shapes = tuple(tuple(shape) for shape in found["products"]["shapes"])
+    return Measured(
+        products.Constants(**{**found["products"], "shapes": shapes}),
+        {int(size): fused_attention.Constants(**values) for size, values in found["attention"].items()},
+        {
+            kind: {int(size): Curve(start, tuple(slopes)) for size, (start, *slopes) in sizes.items()}
+            for kind, sizes in found["collectives"].items()
+        },
+        found["most"],
+        found["errors"],
+        found["source"],
+    )
+
+
+@lru_cache(maxsize=1 << 15)
+def product_seconds(batch: int, m: int, n: int, k: int, dtype: str, device: Device) -> float:
+    """Seconds of `batch` products [m, k] x [k, n], with their launch, on a device that was measured."""
+    b, rows, columns, depth = np.array([[float(size)] for size in (batch, m, n, k)])
+    return float(products.product_seconds(b, rows, columns, depth, _of(device).products, device, dtype)[0])
+
+
+@lru_cache(maxsize=1 << 15)
+def attention_seconds(shape: Shape, dtype: str, device: Device) -> float:
+    """Seconds of a fused attention, forward, with its launch, on a device that was measured."""
+    return float(fused_attention.attention_seconds(shape, _of(device).of_head(shape.features), device, dtype))
+
+
+def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype: str, device: Device) -> float:
+    """Seconds of one device's part of a product or attention, without its launch.
+
+    An attention's gradient takes as much longer than the attention as it has more FLOP. What was not measured takes its
+    FLOP at the achievable rate.
+
+    Args:
+        shapes: of the operands of one device; empty if unknown.
+        flops: of that device.
+    """
+    if not device.measured or not shapes or not flops or op.kind not in ("dot_general", *ATTENTIONS):
+        return flops / device.reachable_flops(dtype)
+    if op.kind == "dot_general":
+        return (
+            product_seconds(*matrices(tuple(shapes[0]), tuple(shapes[1]), op.attrs), dtype, device)
+            - _of(device).products.launch
+        )
+    (batch, kv_heads, group, queries, features), (*_, keys, _), (*_, value_features) = shapes[:3]
+    heads, form = kv_heads * group, Form.of(op.attrs)
+    forward = 2 * (features + value_features)
+    own = forward if op.kind == FORWARD else 2 * (3 * features + 2 * value_features)
+    longest = keys if form.window is None else min(keys, form.window * (1 if form.causal else 2))
+    size = (features + value_features) / 2
+    shape = Shape(batch, heads, kv_heads, queries, keys, size, flops / (batch * heads * own), longest)
+    alone = attention_seconds(shape, dtype, device) - _of(device).of_head(size).launch
+    return alone * own / forward
+
+
+def _of(device: Device) -> Measured:
+    found = measured(device.measured)
+    assert found is not None, f"{device.name} names {device.measured!r}, of which nothing was measured"
+    return found
+
+
+@lru_cache
+def curve(kind: str, group: int, device: Device) -> Curve | None:
+    """Seconds of a collective between `group` devices of one host; None where it was not measured.
+
+    Between sizes that were measured, constants are interpolated by the logarithm of the size.
+    """
+    known = measured(device.measured)
+    sizes = known.collectives.get(kind, {}) if known is not None else {}
+    below = max((size for size in sizes if size <= group), default=0)
+    above = min((size for size in sizes if size >= group), default=0)
+    if not below or not above:
+        return None
+    far = math.log(group / below) / math.log(above / below) if above > below else 0.0
+    low, high = sizes[below], sizes[above]
+    slopes = tuple((1 - far) * one + far * two for one, two in zip(low.slopes, high.slopes, strict=True))
+    return Curve((1 - far) * low.start + far * high.start, slopes)
