@@ -214,7 +214,7 @@ GOLDEN: dict[str, Golden] = {
     "jax-scan-limited": Golden(JAX_SCAN, "2x4", "tpu-v5e:2x4", {"memory": 100_000_000}, "jax-scan"),
     "gpt2-v5e": Golden(GPT2, "2x4", "tpu-v5e:2x4"),
     "gpt2-h100": Golden(GPT2, "2x4", "h100:8"),
-    "gpt2-h100-limited": Golden(GPT2, "2x4", "h100:8", {"memory": 66_750_000}, "gpt2-h100"),
+    "gpt2-h100-limited": Golden(GPT2, "2x4", "h100:8", {"memory": 60_000_000}, "gpt2-h100"),
     "llama-hosts": Golden(LLAMA, "2x8", "h100:2x8"),
     "llama-v5p": Golden(LLAMA, "2x2x2", "tpu-v5p:2x2x2"),
     "bert-cpu": Golden(BERT, "2x4", "cpu"),
