@@ -18,7 +18,7 @@ from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works,
 from autoshard.cost.machine.collectives import Collective, saved_seconds, seconds
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, body_work, op_flops, region_share, roofline_seconds
 from autoshard.cost.machine.device import Device
-from autoshard.cost.machine.measured import matrix_seconds
+from autoshard.cost.machine.measured import TIMED, matrix_seconds
 from autoshard.cost.partitioner.reshard.price import fit_of, near_on, reshard_matrix, reshard_steps
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import Group, Groups
@@ -123,7 +123,8 @@ class Prices:
 
     def _matrix(self, op: Op, group: Group, ways: Strategies, flops: Matrix, dtype: str) -> Matrix:
         """Seconds of one product or attention of `flops` FLOP under each strategy."""
-        places = {value: place for place, value in enumerate(self._locals(group))} if self.device.measured else {}
+        known = bool(self.device.measured) and op.kind in TIMED
+        places = {value: place for place, value in enumerate(self._locals(group))} if known else {}
         if not all(value in places for value in op.operands[:3]):
             return flops / self.device.reachable_flops(dtype)
         operands = [(self.graph.type_of(v).shape, ways.shape.value_dims[places[v]]) for v in op.operands[:3]]

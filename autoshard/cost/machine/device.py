@@ -339,6 +339,12 @@ def _built_in() -> Mapping[str, Device]:
     return _parse(text, "devices.toml")
 
 
+@lru_cache(maxsize=1)
+def measured_document() -> Mapping[str, Any]:
+    """What `measured.toml` holds, by kind (`measured.py`)."""
+    return tomllib.loads(resources.files("autoshard.cost.machine").joinpath("measured.toml").read_text())
+
+
 def _stamp(path: str) -> tuple[int, int]:
     try:
         status = os.stat(path)
@@ -470,7 +476,7 @@ def _device(table: _Table, name: str) -> Device:
         achievable_compute=achievable.number("compute", most=1),
         achievable_memory=achievable.number("memory", most=1),
         links=links,
-        measured=table.text("measured") if "measured" in table.value else "",
+        measured=_measured(table) if "measured" in table.value else "",
         multiprocessors=table.whole("multiprocessors") if "multiprocessors" in table.value else 0,
         compute_capability=table.number("compute_capability") if "compute_capability" in table.value else 0.0,
         chip_devices=table.whole("chip_devices") if "chip_devices" in table.value else 1,
@@ -480,6 +486,12 @@ def _device(table: _Table, name: str) -> Device:
         sparse_copy_bytes=table.whole("sparse_copy_bytes", zero=True) if "sparse_copy_bytes" in table.value else 0,
         source=table.text("source"),
     )
+
+
+def _measured(table: _Table) -> str:
+    if "multiprocessors" not in table.value:
+        table.fail("multiprocessors", "is missing: models of measured kernels need it")
+    return table.choice("measured", tuple(measured_document()))
 
 
 def _link(table: _Table) -> Link:

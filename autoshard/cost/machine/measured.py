@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,16 @@ import numpy as np
 from autoshard.attention.form import FORWARD, Form
 from autoshard.attention.form import KINDS as ATTENTIONS
 from autoshard.cost.machine import fused_attention, products
-from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.device import Device, measured_document
 from autoshard.cost.machine.fused_attention import Shape
 from autoshard.graph.contraction import matrices
 from autoshard.graph.ops import Op
 
 KNOTS = (2**17, 2**20, 2**22, 2**23, 2**25)
 """Bytes at which the slope of a collective's seconds changes: NCCL takes another protocol or more channels."""
+
+TIMED = frozenset({"dot_general", *ATTENTIONS})
+"""Kinds of ops that `matrix_seconds` knows more of than their FLOP."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,10 @@ class Measured:
         return self.attention[size]
 
 
-@lru_cache(maxsize=1)
-def _document() -> dict[str, Any]:
-    return tomllib.loads(resources.files("autoshard.cost.machine").joinpath("measured.toml").read_text())
-
-
 @lru_cache
 def measured(kind: str) -> Measured | None:
     """What was measured on devices of `kind`; None for a kind that nothing was."""
-    found = _document().get(kind)
+    found = measured_document().get(kind)
     if found is None:
         return None
     shapes = tuple(tuple(shape) for shape in found["products"]["shapes"])
@@ -117,7 +113,7 @@ def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype:
         shapes: of the operands of one device; empty if unknown.
         flops: of that device.
     """
-    if not device.measured or not shapes or not flops or op.kind not in ("dot_general", *ATTENTIONS):
+    if not device.measured or not shapes or not flops or op.kind not in TIMED:
         return flops / device.reachable_flops(dtype)
     if op.kind == "dot_general":
         return (

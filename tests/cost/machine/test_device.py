@@ -119,6 +119,8 @@ def test_no_memory_means_no_limit(tmp_path: Path) -> None:
         ("island = 0", "island = 1.5", r"mine\.links\[0\]\.island must be a whole number"),
         ("memory_bytes = 1e9", "memory_bytes = nan", r"mine\.memory_bytes must be a number greater than 0"),
         ('name = "wire"', 'name = "a+b"', r"mine\.links\[0\]\.name must not contain '\+'"),
+        ("[mine]", '[mine]\nmeasured = "h100"', r"mine\.multiprocessors is missing"),
+        ("[mine]", '[mine]\nmultiprocessors = 8\nmeasured = "h1"', r"mine\.measured must be one of a100, .*, not 'h1'"),
         ("[mine]", "[mine", "is not TOML"),
     ],
 )

@@ -71,7 +71,7 @@ def test_no_attention_is_faster_than_the_peak_and_longer_ones_take_longer(
     assert took(2**length) <= took(2 ** (length + 1))
 
 
-@pytest.mark.parametrize(("kind", "collective", "group"), product(KINDS, KERNELS, range(2, 9)))
+@pytest.mark.parametrize(("kind", "collective", "group"), [*product(KINDS, KERNELS, range(2, 9))])
 def test_collectives_take_longer_for_more_bytes(kind: str, collective: CollectiveKind, group: int) -> None:
     found = curve(collective, group, load_device(kind))
     assert found is not None
