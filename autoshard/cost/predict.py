@@ -14,6 +14,7 @@ from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device, load_device
 from autoshard.cost.machine.targets import Target
+from autoshard.cost.overlap import overlapped
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.partitioned import Partitioned
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
@@ -26,7 +27,7 @@ from autoshard.cost.partitioner.undone import undone
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
-from autoshard.graph.ops import Graph, Op, Value
+from autoshard.graph.ops import Graph, Value
 from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, Spec
 
@@ -59,7 +60,7 @@ class Prediction:
     Attributes:
         step_time_s: compute and communication one after the other, in seconds.
         compute_s, communication_s: its two parts.
-        overlapped_s: step time when the collectives of gradients run beside the backward pass.
+        overlapped_s: step time when gathers of weights and sums of gradients run beside kernels (`overlap.py`).
         mfu: FLOP of the program, each op counted once over the whole mesh and none that only computes again what a
             checkpoint has let go of, over what all devices could do in `step_time_s` at their peak.
         collectives: every collective of a step, with the op it comes from.
@@ -134,7 +135,7 @@ def predict(
         step_time_s=step,
         compute_s=compute_s,
         communication_s=communication_s,
-        overlapped_s=_overlapped(graph, groups, compute, collectives, times),
+        overlapped_s=overlapped(graph, groups, compute, collectives, times),
         mfu=useful / (step * peak) if step > 0 else 0.0,
         collectives=collectives,
         peak_memory_bytes=compiled.peak_bytes,
@@ -211,50 +212,6 @@ def _main_dtype(graph: Graph, flops: Sequence[float]) -> str:
             dtype = graph.type_of(op.operands[0]).dtype
             totals[dtype] = totals.get(dtype, 0.0) + flops[op.id]
     return max(totals, key=lambda dtype: totals[dtype]) if totals else "f32"
-
-
-def _overlapped(
-    graph: Graph,
-    groups: Groups,
-    compute: Sequence[float],
-    collectives: Sequence[Collective],
-    times: Sequence[float],
-) -> float:
-    """Step time when gradients are reduced beside the backward pass, one after the other.
-
-    A collective is a gradient's if it sums what only the optimizer reads. The optimizer starts when all are done.
-    """
-    phases = [_phase(graph, op) for op in graph.ops]
-    at: dict[int, list[int]] = {}
-    for number, each in enumerate(collectives):
-        if each.op is not None:
-            at.setdefault(each.op, []).append(number)
-    now = sum(time for each, time in zip(collectives, times, strict=True) if each.op is None)
-    reduced = now
-    started = False
-    for group, own in zip(groups.groups, compute, strict=True):
-        if not started and phases[group.ops[-1]] == "optimizer":
-            started = True
-            now = max(now, reduced)
-        for member in group.ops:
-            for number in at.pop(member, ()):
-                gradient = (
-                    phases[member] == "backward"
-                    and collectives[number].kind in _GRADIENT_KINDS
-                    and all(phases[reader] == "optimizer" for reader in graph.nx.adj[member])
-                )
-                if gradient:
-                    reduced = max(reduced, now + own) + times[number]
-                else:
-                    now += times[number]
-        now += own
-    return max(now, reduced) + sum(times[number] for numbers in at.values() for number in numbers)
-
-
-def _phase(graph: Graph, op: Op) -> str:
-    if op.aten is None or op.aten >= len(graph.program.ops):
-        return ""
-    return graph.program.ops[op.aten].phase
 
 
 def _replicated(graph: Graph, free: Container[int], device: Device, times: int = 1) -> tuple[ReplicatedOp, ...]:

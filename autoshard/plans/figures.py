@@ -75,7 +75,7 @@ class Predicted(_Figures):
     Attributes:
         step_time_s: serial step time: compute plus communication, in seconds.
         compute_s, communication_s: its two parts.
-        overlapped_s: step time when gradient collectives overlap with the backward pass.
+        overlapped_s: step time when gathers of weights and sums of gradients run beside kernels.
         mfu: useful FLOP (every op counted once over the whole mesh, recomputation not) / (step time x peak FLOP/s of
             all devices).
         collectives: totals, per kind and axes.
@@ -230,7 +230,7 @@ class RefineCandidate(_Figures):
 
     Attributes:
         name: `optimum` for the predicted choice; the constraint of a runner-up, `overlapped`, or a plan by hand.
-        predicted_s, predicted_overlapped_s: its step time, serial, and with gradient collectives overlapped.
+        predicted_s, predicted_overlapped_s: its step time, serial, and overlapped.
         compiled_s, compiled_overlapped_s: of the compiled program under the device model, serial, and as scheduled;
             None where it was not compiled.
         peak_memory_bytes: as compiled, per device.

@@ -62,7 +62,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def plot_comparison(plans: Mapping[str, Predicted], limit: int | None, title: str) -> Figure:
-    """Step time by parts (a mark where gradient collectives overlap), MFU, bytes per collective, memory and limit."""
+    """Step time by parts (a mark where those of weights overlap), MFU, bytes per collective, memory and limit."""
     names = list(plans)
     figure = _figure(9, 6)
     times, mfu, moved, memory = figure.subplots(2, 2).flat

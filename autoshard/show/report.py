@@ -264,7 +264,7 @@ def _values(names: Counter[str]) -> str:
 def predicted_lines(predicted: Predicted, limit: int | None = None) -> list[str]:
     """Step time and its parts, collectives by kind and axes, memory."""
     lines = [
-        f"  step time      {duration(predicted.step_time_s)}  (with gradient collectives behind the backward pass: "
+        f"  step time      {duration(predicted.step_time_s)}  (with collectives of weights beside kernels: "
         f"{duration(predicted.overlapped_s)}; MFU {predicted.mfu:.1%})",
         f"  compute        {duration(predicted.compute_s)}",
         f"  communication  {duration(predicted.communication_s)}",
