@@ -37,7 +37,7 @@ class Constants:
         read, write, warm, tiles: rates of device memory, and those of L2 for operands that it holds and for tiles, as
             multiples of that of device memory.
         cache: bytes of L2 that a working set may fill; `others`: weights and results that pass between two uses.
-        store: stores of a tile, as a multiple of its bytes.
+        store, hidden: stores of a tile as a multiple of its bytes, and the share that hides behind the next tile.
         split, split_store: seconds, and traffic, of adding the parts of a split k.
         expected_split, expected_part: seconds, and share per doubling, that the library expects of them.
         slower, slower_after: the share by which kernels are slower that take much longer than these seconds.
@@ -55,6 +55,7 @@ class Constants:
     cache: float
     others: float
     store: float
+    hidden: float
     split: float
     split_store: float
     expected_split: float
@@ -90,7 +91,8 @@ def product_seconds(
     adding = 2 * item * of.split_store * batch * m * n * parts / cached
 
     def seconds(rate: Array, start: float, part: float) -> Array:
-        whole = _longer(waves * (_longer(working / rate, loading, of.sharp) + storing), moving, of.sharp)
+        busy = _longer(_longer(working / rate, loading, of.sharp), of.hidden * storing, of.sharp)
+        whole = _longer(waves * (busy + (1 - of.hidden) * storing) + of.hidden * storing, moving, of.sharp)
         return np.where(parts > 1, (whole + start + adding) * (1 + part) ** np.log2(parts), whole)
 
     score = np.where(depth * (parts - 1) < k, seconds(expected, of.expected_split, of.expected_part), np.inf)
