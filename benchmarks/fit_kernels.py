@@ -41,8 +41,9 @@ FILE = Path(measured.__file__).with_name("measured.toml")
 PRODUCTS = {  # start, least, most
     "launch": (2e-6, 1e-7, 1e-5), "sharp": (4, 1.5, 20), "spread": (0.05, 0.005, 0.3), "whole": (0.8, 0.01, 1),
     "read": (0.85, 0.3, 1), "write": (0.8, 0.2, 1), "warm": (3, 1, 15), "tiles": (5, 0.5, 50),
-    "cache": (4e7, 4e6, 4e8), "others": (5, 0.5, 20), "store": (4, 0.05, 20), "hidden": (0.5, 0.01, 1), "split": (2e-6, 5e-8, 2e-5),
-    "split_store": (1, 0.05, 20), "expected_split": (4e-6, 1e-8, 5e-5), "expected_part": (0.05, 1e-3, 1),
+    "cache": (4e7, 4e6, 4e8), "others": (5, 0.5, 20), "store": (4, 0.05, 20), "hidden": (0.5, 0.01, 1),
+    "split": (2e-6, 5e-8, 2e-5), "split_store": (1, 0.05, 20), "expected_split": (4e-6, 1e-8, 5e-5),
+    "expected_part": (0.05, 1e-3, 1),
     "slower": (0.15, 1e-3, 1), "slower_after": (1e-3, 1e-5, 0.1),
 }  # fmt: skip
 LARGE = 65536
