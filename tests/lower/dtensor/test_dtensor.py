@@ -219,4 +219,4 @@ def test_values_that_leave_a_module_are_found():
     assert values.inside["blocks.0.up"] == 1, "the product, before its bias is added"
     assert values.backward > 50
     assert values.reads["blocks.0.up.weight"] == (("data",), ()), "kept split over model too, and gathered to be read"
-    assert values.inputs["blocks.0.down"]
+    assert module_values(planned("accumulated")).inputs["model.embed_tokens"], "tokens, gathered to be read"
