@@ -178,8 +178,9 @@ def place(row: Mapping[str, Any]) -> tuple[Mesh, str]:
     where = f"{kind}{topology(kind, copies, shards * tensors, row['devices'])}"
     found = Mesh(tuple(axes.values()), tuple(axes), device=where)
     if tensors > 1:
-        plan = "sequence" if shards == copies == 1 and "no sequence" not in row["remat"] else "torchtitan"
-        return found, "megatron" if "no sequence" in row["remat"] else plan
+        if "no sequence" in row["remat"]:
+            return found, "megatron"
+        return found, "sequence" if shards == copies == 1 else "maxtext" if "jax" in row["tags"] else "torchtitan"
     if copies > 1:
         return found, "hsdp" if shards > 1 else "dp"
     return found, {2: "zero2", 1: "zero1"}.get(row.get("zero_stage") or 3, "fsdp")

@@ -122,3 +122,56 @@ def test_rows_that_were_made_without_cycles_stay_beside_those_with(benchmark, tm
     assert not results.timed(without)
     assert results.timed(timed)
     assert results.timed(without | {"target": "h100:8"})
+
+
+SMALL = {"name": "Small-1m", "layers": 6, "d_model": 128, "d_ff": 512, "heads": 4, "kv_heads": 2, "vocab": 512}
+STEP = {
+    "id": "small",
+    "model": {**SMALL, "seq": 64, "mlp": "swiglu", "tied_embeddings": False},
+    "hardware": "H100-SXM-80GB",
+    "devices": 16,
+    "mesh": {"dp": 1, "fsdp": 16, "tp": 1, "pp": 1, "cp": 1, "ep": 1},
+    "global_batch_sequences": 32,
+    "global_batch_tokens": 2048,
+    "microbatch": 1,
+    "dtype": "bf16",
+    "remat": "full per block",
+    "tags": ["pytorch"],
+    "measured": {"step_time_s": 0.1},
+}
+
+
+def test_a_published_step_is_predicted_under_the_plan_that_it_describes(benchmark):
+    published = benchmark("published")
+    mesh, plan = published.place(STEP)
+    assert (mesh.shape, mesh.device, plan) == ((16,), "h100:2x8", "fsdp")
+    line = published.predicted(STEP)
+    assert 0 < line["predicted_s"] <= line["serial_s"]
+    assert line["ratio"] == line["predicted_s"] / 0.1
+    kept = published.predicted({**STEP, "remat": "none"})
+    assert kept["serial_s"] < line["serial_s"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"remat": "host offload"}, "activations offloaded to the host"),
+        ({"remat": "odd"}, "recomputation 'odd'"),
+        ({"mesh": {**STEP["mesh"], "pp": 2}}, "pipeline parallelism"),
+        ({"hardware": "Abacus"}, "no device kind for Abacus"),
+        ({"dtype": "fp8"}, "dtype fp8"),
+    ],
+)
+def test_a_published_step_that_cannot_be_built_says_why(benchmark, changes, why):
+    line = benchmark("published").predicted({**STEP, **changes})
+    assert line["why"] == why
+    assert "ratio" not in line
+
+
+def test_slices_and_tensors_of_a_published_step(benchmark):
+    place = benchmark("published").place
+    slices = {**STEP, "hardware": "TPU v5e", "devices": 512, "mesh": {**STEP["mesh"], "dp": 2, "fsdp": 256}}
+    assert place(slices)[0].device == "tpu-v5e:16x16:2slices"
+    assert place(slices)[1] == "hsdp"
+    assert place({**STEP, "mesh": {**STEP["mesh"], "fsdp": 8, "tp": 2}})[1] == "torchtitan"
+    assert place({**STEP, "mesh": {**STEP["mesh"], "dp": 16, "fsdp": 1}})[1] == "dp"

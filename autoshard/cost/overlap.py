@@ -2,7 +2,8 @@
 
 Gathers of what is made of parameters alone run ahead, one after the other in the order of their use; a kernel waits for
 those that it reads. Sums of gradients follow the kernels that make them, one after the other; the optimizer waits for
-the last. Both together take no less than their sum; every other collective runs when it is due, alone.
+the last. Both together take no less than their sum. Permutes of a windowed einsum run beside its product (Wang et al.,
+"Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023); every other collective, alone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def overlapped(
         if not started and _phase(graph, graph.ops[group.ops[-1]]) == "optimizer":
             started = True
             now = max(now, reduced, first + beside)
+        left = own  # of the group's kernels, that no permute runs beside
         read = [value.op for value in group.inputs if graph.ops[value.op].kind == "argument"]
         for op in (*dict.fromkeys(read), *group.ops):
             for number in at.pop(op, ()):
@@ -49,6 +51,9 @@ def overlapped(
                     gathered += times[number]
                     beside += times[number]
                     now = max(now, gathered)
+                elif each.kind == "collective-permute" and graph.ops[op].kind == "dot_general":
+                    now += max(0.0, times[number] - left)
+                    left = max(0.0, left - times[number])
                 else:
                     now += times[number]
         now += own
