@@ -162,7 +162,7 @@ def _scattered(
 ) -> tuple[dict[Value, Spec], dict[tuple[Value, int], Spec]]:
     """Pins of gradients without the axes of FSDP, and copies with them, where both axes split one dim.
 
-    A product whose result is split along one dim by an axis of its own and by one that it sums over gathers its operands.
+    A product whose result is split along one dim by an axis of its own and one that it sums over gathers its operands.
     """
     pins: dict[Value, Spec] = {}
     copies: dict[tuple[Value, int], Spec] = {}
