@@ -15,7 +15,7 @@ from itertools import groupby
 
 from autoshard.cost.compiler.backend import Backend
 from autoshard.cost.compiler.kernels import Fusion, Kernel
-from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, SUMS, Lowered, Step
+from autoshard.cost.compiler.lowered import COLLECTIVES, REPEATABLE, SLICE, SUMS, Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
 from autoshard.cost.compiler.schedule import Dependencies
 from autoshard.cost.machine.compute import MATRIX_WORK
@@ -125,7 +125,7 @@ class Gathers:
         rewriter = Rewriter(self.program)
         known: dict[Hashable, tuple[int, ...]] = {}
         for step in self.program.steps:
-            if not self.is_made(step):
+            if not self.is_made(step) or (step.kind not in REPEATABLE and step.collective is None):
                 rewriter.emit(step)
                 continue
             reads = tuple(rewriter.instead.get(array, array) for array in step.reads)

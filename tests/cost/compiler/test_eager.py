@@ -161,6 +161,13 @@ def test_kernels_run_in_the_order_of_aten_ops():
     assert atens[-1] == max(each for each in atens if each is not None)
 
 
+def test_any_plan_is_evaluated_under_pytorch():
+    program = trained().program
+    plan = autoshard.manual_plan("fsdp", program, EIGHT)
+    eager, compiled = (autoshard.evaluate(program, plan, eager=runtime) for runtime in (Eager(), None))
+    assert eager.step_time_s == fsdp(Eager()).step_time_s > compiled.step_time_s
+
+
 def test_the_eager_runtime_is_one_of_gpus():
     mesh = Mesh((8,), ("data",), "tpu-v5e:2x4")
     with pytest.raises(ValueError, match="not for tpu-v5e"):
