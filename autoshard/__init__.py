@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoshard.api import Plan, capture, evaluate, manual_plan, plan, plan_program, register_rule
     from autoshard.auto.policy import auto_policy, use_spmd
     from autoshard.comparison.compared import Comparison, compare
+    from autoshard.cost.compiler.eager import Eager
     from autoshard.cost.machine.asked import Estimate, EstimateError, estimate
     from autoshard.plans.value import PlanError, PlanMismatchError
     from autoshard.show.explanation import Explanation, explain
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "auto.policy": ("auto_policy", "use_spmd"),
     "comparison.compared": ("Comparison", "compare"),
+    "cost.compiler.eager": ("Eager",),
     "cost.machine.asked": ("Estimate", "EstimateError", "estimate"),
     "api": ("Plan", "capture", "evaluate", "manual_plan", "plan", "plan_program", "register_rule"),
     "plans.value": ("PlanError", "PlanMismatchError"),
@@ -33,6 +35,7 @@ __all__ = [
     "AutoshardError",
     "CaptureError",
     "Comparison",
+    "Eager",
     "Estimate",
     "EstimateError",
     "Explanation",

@@ -29,6 +29,7 @@ from autoshard.plans.check import check_mesh, check_program
 from autoshard.plans.value import Keep
 
 if TYPE_CHECKING:
+    from autoshard.cost.compiler.eager import Eager
     from autoshard.cost.predict import Prediction
     from autoshard.graph.annotations import Annotations
     from autoshard.graph.ops import Graph
@@ -160,13 +161,17 @@ def plan_program(program: Program, mesh: Mesh | Sequence[Mesh], **options: Unpac
     return Plan.of(plan_graph(build_graph(program), [mesh] if isinstance(mesh, Mesh) else mesh, asked))
 
 
-def evaluate(program: Program, plan: value.Plan) -> Prediction:
+def evaluate(program: Program, plan: value.Plan, eager: Eager | None = None) -> Prediction:
     """Predict any plan of a program, full or partial.
 
     Shardings that the plan lacks follow from XLA's propagation, not from the solver.
 
+    Args:
+        eager: PyTorch without a compiler as the runtime, instead of XLA; for plans on GPUs.
+
     Raises:
         PlanError: the plan is for another program; names the first difference.
+        ValueError: `eager` on other devices.
     """
     from autoshard.cost.predict import predict
     from autoshard.plans.annotated import annotations_of
@@ -174,7 +179,7 @@ def evaluate(program: Program, plan: value.Plan) -> Prediction:
 
     check_program(plan, program)
     graph = build_graph(program)
-    return predict(graph, annotations_of(plan, graph), plan.mesh)
+    return predict(graph, annotations_of(plan, graph), plan.mesh, eager=eager)
 
 
 def register_rule(

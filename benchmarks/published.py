@@ -4,7 +4,8 @@
 
 A row names a decoder's sizes, devices, mesh, batch, what is recomputed and the measured step. Its program is a generic
 decoder, f32 parameters under bf16 autocast with AdamW, split by the plan by hand that the row describes, predicted for
-two and four layers and extrapolated. A row that cannot be built so says why.
+two and four layers and extrapolated: XLA's program, or PyTorch's eager runtime where the row ran under PyTorch. A row
+that cannot be built so says why.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoshard
+from autoshard.cost.compiler.eager import Eager
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.errors import AutoshardError
@@ -49,7 +53,7 @@ KINDS = {
 """Start of a row's hardware -> device kind."""
 HOST = 8
 """GPUs of a host."""
-ACTIVATIONS = {"swiglu": functional.silu, "relu": functional.relu}
+ACTIVATIONS = {"swiglu": nn.SiLU, "relu": nn.ReLU}
 """By a part of the name of a row's products; others are GELU."""
 LEVELS = (("none", ""), ("full", ALL), ("minimal", PRODUCTS), ("attention only", ""), ("selective", PRODUCTS))
 """Part of a row's words for recomputation -> what of each layer is; attention as one op never keeps its scores."""
@@ -62,6 +66,56 @@ class UnbuiltError(Exception):
     """A row that cannot be predicted; says why."""
 
 
+class FusedLoss(nn.Module):  # type: ignore[misc]
+    """Cross-entropy as one kernel in each direction, and two metrics of each batch: llm-foundry's."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean over all tokens."""
+        return cross_entropy(logits, labels)
+
+
+class Measured(nn.Module):  # type: ignore[misc]
+    """`LanguageCrossEntropy` and `LanguagePerplexity`: a softmax each, of which one value per token is read."""
+
+    def __init__(self) -> None:
+        """With the loss."""
+        super().__init__()
+        self.loss = FusedLoss()
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss, with what metrics add."""
+        result: torch.Tensor = self.loss(logits, labels)
+        for read in (logits.detach(), logits.detach().flatten(0, 1)):
+            result = result + read.float().log_softmax(-1)[..., 0].sum()
+        return result
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over all tokens."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+class Softmax(nn.Module):  # type: ignore[misc]
+    """Scaled, masked and computed as one kernel."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        """Over the last dim; what a mask leaves out is computed as well."""
+        return scores.float().softmax(-1).to(scores.dtype)
+
+
+class Core(nn.Module):  # type: ignore[misc]
+    """Megatron's attention before FlashAttention: products, a softmax, dropout."""
+
+    def __init__(self) -> None:
+        """Without parameters."""
+        super().__init__()
+        self.softmax = Softmax()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Of `(batch, heads, positions, size)`; a negation stands for dropout."""
+        return -self.softmax(query @ key.transpose(-1, -2)) @ value
+
+
 class Attention(nn.Module):  # type: ignore[misc]
     """Causal self-attention with grouped keys, with or without rotary embeddings."""
 
@@ -72,19 +126,28 @@ class Attention(nn.Module):  # type: ignore[misc]
         width, bias = model["d_model"], bool(model.get("bias"))
         self.size = model.get("head_dim") or width // self.heads
         self.rotary = rotates(model)
-        self.query = nn.Linear(width, self.heads * self.size, bias=bias)
-        self.key, self.value = (nn.Linear(width, self.keys * self.size, bias=bias) for _ in range(2))
+        self.fused = nn.Linear(width, (self.heads + 2 * self.keys) * self.size, bias=bias) if is_fused(model) else None
+        if self.fused is None:
+            self.query = nn.Linear(width, self.heads * self.size, bias=bias)
+            self.key, self.value = (nn.Linear(width, self.keys * self.size, bias=bias) for _ in range(2))
         self.out = nn.Linear(self.heads * self.size, width, bias=bias)
+        self.core = Core() if is_megatron(model) else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of `(batch, positions, width)`."""
-        query, key, value = (
-            project(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for project in (self.query, self.key, self.value)
-        )
+        if self.fused is None:
+            parts = [project(x) for project in (self.query, self.key, self.value)]
+        else:
+            parts = self.fused(x).split([heads * self.size for heads in (self.heads, self.keys, self.keys)], -1)
+        query, key, value = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
         if self.rotary:
             query, key = rotated(query), rotated(key)
-        made = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self.keys != self.heads
+        made = (
+            functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=self.keys != self.heads
+            )
+            if self.core is None
+            else self.core(query, key, value)
         )
         result: torch.Tensor = self.out(made.transpose(1, 2).flatten(2))
         return result
@@ -98,7 +161,7 @@ class Block(nn.Module):  # type: ignore[misc]
         super().__init__()
         width, inner, bias = model["d_model"], model["d_ff"], bool(model.get("bias"))
         self.gated = "swiglu" in model["mlp"]
-        self.activation = next((own for name, own in ACTIVATIONS.items() if name in model["mlp"]), functional.gelu)
+        self.activation = next((own for name, own in ACTIVATIONS.items() if name in model["mlp"]), nn.GELU)()
         self.before, self.between = norm(model), norm(model)
         self.attention = Attention(model)
         self.up, self.down = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
@@ -117,9 +180,10 @@ class Block(nn.Module):  # type: ignore[misc]
 class Decoder(nn.Module):  # type: ignore[misc]
     """Embeddings, layers and the head, under bf16 autocast."""
 
-    def __init__(self, model: Mapping[str, Any], layers: int) -> None:
-        """Of a row's model, with fewer layers."""
+    def __init__(self, model: Mapping[str, Any], layers: int, *, selective: bool = False) -> None:
+        """Of a row's model, with fewer layers; `selective`: torchtitan's selective checkpoints."""
         super().__init__()
+        self.selective = selective
         width = model["d_model"]
         self.table = nn.Embedding(model["vocab"], width)
         self.places = None if rotates(model) else nn.Embedding(model["seq"], width)
@@ -128,6 +192,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, model["vocab"], bias=False)
         if model["tied_embeddings"]:
             self.head.weight = self.table.weight
+        self.loss = Measured() if is_fused(model) else cross_entropy
 
     @torch.autocast("xla", dtype=torch.bfloat16)  # type: ignore[misc]
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -136,8 +201,32 @@ class Decoder(nn.Module):  # type: ignore[misc]
         if self.places is not None:
             x = x + self.places(torch.arange(tokens.shape[1], device=tokens.device)).to(torch.bfloat16)
         for layer in self.layers:
-            x = layer(x)
-        return functional.cross_entropy(self.head(self.last(x)).float().flatten(0, 1), labels.flatten())
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=half_saved) if self.selective else layer(x)
+        result: torch.Tensor = self.loss(self.head(self.last(x)), labels)
+        return result
+
+
+def half_saved() -> Any:
+    """Contexts that save attention and every second product (torchtitan's `_save_list`)."""
+    seen: Counter[bool] = Counter()
+
+    def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        products = op == torch.ops.aten.mm.default
+        seen[context.is_recompute] += products
+        saved = seen[context.is_recompute] % 2 if products else "scaled_dot_product" in str(op)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def is_megatron(model: Mapping[str, Any]) -> bool:
+    """Whether a model is Megatron's of 2021 or 2022: no FlashAttention, gradients summed after the backward pass."""
+    return model["name"].startswith(("GPT", "Megatron"))
+
+
+def is_fused(model: Mapping[str, Any]) -> bool:
+    """Whether queries, keys and values are one product."""
+    return model["name"].startswith("MPT")
 
 
 def rotates(model: Mapping[str, Any]) -> bool:
@@ -183,7 +272,7 @@ def place(row: Mapping[str, Any]) -> tuple[Mesh, str]:
         return found, "sequence" if shards == copies == 1 else "maxtext" if "jax" in row["tags"] else "torchtitan"
     if copies > 1:
         return found, "hsdp" if shards > 1 else "dp"
-    return found, {2: "zero2", 1: "zero1"}.get(row.get("zero_stage") or 3, "fsdp")
+    return found, "zero1" if row.get("zero_stage") == 1 else "fsdp"
 
 
 def topology(kind: str, slices: int, inside: int, devices: int) -> str:
@@ -215,7 +304,21 @@ def recomputed(row: Mapping[str, Any], layers: int) -> dict[str, str]:
     level = next((own for words, own in LEVELS if words in text), None)
     if level is None:
         raise UnbuiltError(f"recomputation {text!r}")
+    if "attention only" in text and is_megatron(row["model"]):
+        return {f"layers.{number}.attention.core": ALL for number in range(layers)}
     return {f"layers.{number}": level for number in range(layers) if level}
+
+
+def runtime(row: Mapping[str, Any]) -> Eager | None:
+    """PyTorch as a row ran it.
+
+    llm-foundry's benchmarks set attention in Triton (`--attn_impl`), torchtitan takes cuDNN's from its #1000 on.
+    """
+    if "pytorch" not in row["tags"]:
+        return None
+    late = any(pull in row.get("source", "") for pull in ("pull/1881", "pull/3429"))
+    kept = row.get("zero_stage") == 2
+    return Eager("triton" if is_fused(row["model"]) else "cudnn" if late else "flash", gathers_again=not kept)
 
 
 def of_depth(row: Mapping[str, Any], layers: int) -> tuple[float, float, float]:
@@ -225,8 +328,9 @@ def of_depth(row: Mapping[str, Any], layers: int) -> tuple[float, float, float]:
     ways = row["mesh"]["dp"] * row["mesh"]["fsdp"]
     steps = row.get("grad_accum") or max(1, round(row["global_batch_sequences"] / (row["microbatch"] * ways)))
     batch = row["global_batch_sequences"] // steps
+    selective = "per-op SAC" in row["remat"] or "default policy" in row["remat"]
     with torch.device("meta"):
-        network = Decoder(model, layers)
+        network = Decoder(model, layers, selective=selective)
         tokens = torch.zeros(batch, model["seq"], dtype=torch.long)
     program = autoshard.capture(
         network,
@@ -234,12 +338,13 @@ def of_depth(row: Mapping[str, Any], layers: int) -> tuple[float, float, float]:
         loss_fn=lambda loss: loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
         device=mesh.device,
-        remat=recomputed(row, layers),
+        remat=None if selective else recomputed(row, layers),
         micro_batches=steps,
     )
     graph = build_graph(program)
-    found = predict(graph, guarded(graph, PLANS[name](graph, mesh), mesh), mesh)
-    return found.overlapped_s, found.step_time_s, found.peak_memory_bytes
+    found = predict(graph, guarded(graph, PLANS[name](graph, mesh), mesh), mesh, eager=runtime(row))
+    seconds = found.step_time_s if is_megatron(model) else found.overlapped_s
+    return seconds, found.step_time_s, found.peak_memory_bytes
 
 
 def predicted(row: Mapping[str, Any]) -> dict[str, Any]:

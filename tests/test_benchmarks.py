@@ -153,6 +153,21 @@ def test_a_published_step_is_predicted_under_the_plan_that_it_describes(benchmar
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"remat": "selective (per-op SAC)"},
+        {"model": {**STEP["model"], "name": "Megatron-1B", "kv_heads": SMALL["heads"]}},
+    ],
+)
+def test_a_step_under_pytorch_takes_longer_than_xlas(benchmark, changes):
+    published = benchmark("published")
+    row = {**STEP, **changes}
+    eager, compiled = (published.predicted({**row, "tags": [tag]})["serial_s"] for tag in ("pytorch", "jax"))
+    assert compiled < eager
+
+
+@pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"remat": "host offload"}, "activations offloaded to the host"),

@@ -4,18 +4,20 @@ Gathers of what is made of parameters alone run ahead, one after the other in th
 those that it reads. Sums of gradients follow the kernels that make them, one after the other; the optimizer waits for
 the last. Both together take no less than their sum. Permutes of a windowed einsum run beside its product (Wang et al.,
 "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023); every other collective, alone.
+PyTorch's runtime does the same in the order of its kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autoshard.cost.compiler.backend import Compiled
+from autoshard.cost.compiler.eager import Gathers
+from autoshard.cost.compiler.lowered import COLLECTIVES, SUMS, Lowered, Step
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import MATRIX_WORK
 from autoshard.graph.groups import Groups
-from autoshard.graph.ops import Graph, Op
-
-_SUMS = ("all-reduce", "reduce-scatter")
+from autoshard.graph.ops import Graph
 
 
 def overlapped(
@@ -36,7 +38,7 @@ def overlapped(
     beside = 0.0
     started = False
     for group, own in zip(groups.groups, compute, strict=True):
-        if not started and _phase(graph, graph.ops[group.ops[-1]]) == "optimizer":
+        if not started and graph.phase(group.ops[-1]) == "optimizer":
             started = True
             now = max(now, reduced, first + beside)
         left = own  # of the group's kernels, that no permute runs beside
@@ -44,7 +46,7 @@ def overlapped(
         for op in (*dict.fromkeys(read), *group.ops):
             for number in at.pop(op, ()):
                 each = collectives[number]
-                if op in gradients and each.kind in _SUMS:
+                if op in gradients and each.kind in SUMS:
                     reduced = max(reduced, now + own) + times[number]
                     beside += times[number]
                 elif op in weights and each.kind == "all-gather":
@@ -78,15 +80,45 @@ def _gradients(graph: Graph) -> set[int]:
     for op in reversed(graph.ops):
         readers = [graph.ops[reader] for reader in graph.nx.adj[op.id]]
         only = all(
-            _phase(graph, reader) == "optimizer" or (reader.id in found and reader.kind not in MATRIX_WORK)
+            graph.phase(reader.id) == "optimizer" or (reader.id in found and reader.kind not in MATRIX_WORK)
             for reader in readers
         )
-        if readers and only and _phase(graph, op) == "backward":
+        if readers and only and graph.phase(op.id) == "backward":
             found.add(op.id)
     return found
 
 
-def _phase(graph: Graph, op: Op) -> str:
-    if op.aten is None or op.aten >= len(graph.program.ops):
-        return ""
-    return graph.program.ops[op.aten].phase
+def streamed(compiled: Compiled, kernels: Sequence[float], collectives: Sequence[float]) -> float:
+    """Seconds of a step in which parameters are gathered ahead, and gradients summed behind.
+
+    Args:
+        kernels: seconds of each kernel, 0 of collectives; `collectives`: of each collective, in their order.
+    """
+    gathers = Gathers(compiled.program)
+    steps, times = compiled.program.steps, iter(collectives)
+    ready: dict[int, float] = {}  # array -> when it is there, of those that are made beside the kernels
+    now = gathered = summed = 0.0
+    for kernel, own in zip(compiled.kernels, kernels, strict=True):
+        if kernel.kind not in COLLECTIVES:
+            now = max(now, *(ready.pop(array, 0.0) for array in kernel.reads), 0.0) + own
+            continue
+        taken = sum(next(times) for _ in kernel.steps)
+        step = steps[kernel.steps[-1]]
+        if gathers.is_made(step):
+            gathered += taken
+            ready.update(dict.fromkeys(kernel.writes, gathered))
+        elif kernel.kind in SUMS and gathers.of(step)[0] == "backward" and _ends(compiled.program, step):
+            summed = max(now, summed) + taken
+            ready.update(dict.fromkeys(kernel.writes, summed))
+        else:
+            now = max(now, *(ready.pop(array, 0.0) for array in kernel.reads), 0.0) + taken
+    return max(now, summed, sum(collectives))
+
+
+def _ends(program: Lowered, step: Step) -> bool:
+    """Whether what a step makes is read by no product."""
+    return all(
+        program.steps[reader].kind not in MATRIX_WORK and program.graph.phase(program.steps[reader].op) != "forward"
+        for array in step.writes
+        for reader in program.arrays[array].readers
+    )

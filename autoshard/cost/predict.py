@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.backends import backend_of
+from autoshard.cost.compiler.eager import Eager, EagerBackend
 from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device, load_device
+from autoshard.cost.machine.libraries import library
+from autoshard.cost.machine.measured import matrix_seconds
 from autoshard.cost.machine.targets import Target
-from autoshard.cost.overlap import overlapped
+from autoshard.cost.overlap import overlapped, streamed
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.partitioned import Partitioned
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
@@ -93,6 +96,7 @@ def predict(
     *,
     groups: Groups | None = None,
     as_compiled: bool = False,
+    eager: Eager | None = None,
 ) -> Prediction:
     """What `graph` costs under `annotations` on `mesh` of `device`; what is not annotated follows from propagation.
 
@@ -100,11 +104,17 @@ def predict(
         device: the kind that `mesh` names where none is given.
         groups: `fusion_groups(graph)`, if the caller has it.
         as_compiled: of a step of several micro-batches, what the two that are captured cost.
+        eager: PyTorch on a GPU as the runtime, instead of XLA.
+
+    Raises:
+        ValueError: `eager` on a device that is no GPU.
     """
     if as_compiled:
         graph = replace(graph, program=replace(graph.program, micro_steps=None))
     device = load_device(mesh.device) if device is None else device
     target = device.target
+    if eager and target != "gpu":
+        raise ValueError(f"PyTorch's eager runtime is predicted for GPUs, not for {device.name}")
     graph = simplified(graph, target)
     groups = fusion_groups(graph) if groups is None else groups
     written = graph
@@ -118,24 +128,29 @@ def predict(
         graph, annotations = merged(graph, annotations, equal)
         shardings, partitioned = _partitioned(graph, annotations, mesh, target)
     lowered = lower(graph, shardings, partitioned, device.compiler)
-    compiled = backend_of(device).compile(lowered)
-    kernels = _per_op(compiled, graph, device)
+    compiled = (EagerBackend(device, eager) if eager else backend_of(device)).compile(lowered)
+    known = library(eager.attention) if eager else matrix_seconds
+    kernels = _per_op(compiled, graph, kernel_seconds(compiled, device, known))
     compute = _per_group(kernels, groups)
-    often = [1 if each.once else graph.runs(each.op) for each in partitioned.collectives]
-    times = collective_seconds(partitioned.collectives, compiled, mesh, device)
+    emitted = compiled.collectives if eager else partitioned.collectives
+    often = [1 if each.once else graph.runs(each.op) for each in emitted]
+    times = collective_seconds(emitted, compiled, mesh, device)
     times = [runs * each for runs, each in zip(often, times, strict=True)]
     collectives = tuple(
-        replace(each, count=runs * each.count) if runs > 1 else each
-        for runs, each in zip(often, partitioned.collectives, strict=True)
+        replace(each, count=runs * each.count) if runs > 1 else each for runs, each in zip(often, emitted, strict=True)
     )
     compute_s, communication_s = sum(compute), sum(times)
+    if eager:
+        beside = streamed(compiled, [seconds for _, seconds in kernels], times)
+    else:
+        beside = overlapped(graph, groups, compute, collectives, times)
     step = compute_s + communication_s
     peak = mesh.size * device.peak_flops(_main_dtype(graph, flops))
     return Prediction(
         step_time_s=step,
         compute_s=compute_s,
         communication_s=communication_s,
-        overlapped_s=overlapped(graph, groups, compute, collectives, times),
+        overlapped_s=beside,
         mfu=useful / (step * peak) if step > 0 else 0.0,
         collectives=collectives,
         peak_memory_bytes=compiled.peak_bytes,
@@ -181,11 +196,11 @@ def _moved_again(
     return {} if moved.isdisjoint(equal) else equal
 
 
-def _per_op(compiled: Compiled, graph: Graph, device: Device) -> list[tuple[int | None, float]]:
+def _per_op(compiled: Compiled, graph: Graph, times: Sequence[float]) -> list[tuple[int | None, float]]:
     """Seconds of the compiler's kernels, with the op that their last step is of; None for copies that are no op's."""
     steps = compiled.program.steps
     found, last = [], None
-    for kernel, seconds in zip(compiled.kernels, kernel_seconds(compiled, device), strict=True):
+    for kernel, seconds in zip(compiled.kernels, times, strict=True):
         op = steps[kernel.steps[-1]].op if kernel.steps else None
         last = last if op is None else op  # a copy runs as often as what runs before it
         found.append((op, graph.runs(last) * seconds))

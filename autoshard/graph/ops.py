@@ -68,6 +68,11 @@ class Graph:
         """How often an op runs in a step: those of a second micro-step stand for all after the first."""
         return 1 if op is None else self.program.runs(self.ops[op].aten)
 
+    def phase(self, op: int) -> str:
+        """`forward`, `backward` or `optimizer`; empty for an op that is no aten op's."""
+        aten = self.ops[op].aten
+        return "" if aten is None or aten >= len(self.program.ops) else self.program.ops[aten].phase
+
     @cached_property
     def nx(self) -> DiGraph[int]:
         """Over op ids: node attribute `op` is the Op, edge attribute `values` the values along it."""

@@ -38,7 +38,7 @@ def torchtitan(graph: Graph, mesh: Mesh) -> Annotations:
 
     Tensor parallelism with sequence-parallel norms and a loss over the vocabulary (`tp`), FSDP of every parameter's
     first dim behind it (`dp_shard`, `cp`, `ep`), copies over `dp_replicate`, the sequence over `cp`, experts over `ep`,
-    which also splits the batch.
+    which also splits the batch. Gradients that both split along one dim are annotated without FSDP first.
 
     Raises:
         ManualPlanError: as `sequence_parallel`, where there is a tensor axis.

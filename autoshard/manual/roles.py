@@ -14,6 +14,7 @@ from autoshard.graph.ops import Graph, Value
 from autoshard.manual.find import (
     Linear,
     forward_values,
+    gradients,
     is_forward,
     linears,
     module_outputs,
@@ -122,9 +123,11 @@ def composed(graph: Graph, mesh: Mesh, roles: Roles) -> Annotations:
     if roles.sequence:
         residual, copies = _sequence_parallel(layout, specs)
         pins |= residual
+    whole, specs = specs, _sharded(graph, mesh, specs, roles)
     if roles.fsdp2:
-        copies |= _gathered(graph, specs)
-    specs = _sharded(graph, mesh, specs, roles)
+        summed, scattered = _scattered(graph, whole, specs)
+        pins |= summed
+        copies |= _gathered(graph, whole) | scattered
     return Annotations(arguments(graph, mesh, specs, roles.batch, sequence) | pins, copies)
 
 
@@ -152,6 +155,22 @@ def _gathered(graph: Graph, specs: Mapping[str, Spec]) -> dict[tuple[Value, int]
         for reader in graph.readers(Value(op))
         if reader.aten is not None and graph.program.ops[reader.aten].phase != "optimizer"
     }
+
+
+def _scattered(
+    graph: Graph, whole: Mapping[str, Spec], specs: Mapping[str, Spec]
+) -> tuple[dict[Value, Spec], dict[tuple[Value, int], Spec]]:
+    """Pins of gradients without the axes of FSDP, and copies with them, where both axes split one dim.
+
+    A product whose result is split along one dim by an axis of its own and one that it sums over gathers its operands.
+    """
+    pins: dict[Value, Spec] = {}
+    copies: dict[tuple[Value, int], Spec] = {}
+    for name, value in gradients(graph).items():
+        if any(before and before != after for before, after in zip(whole.get(name, ()), specs[name], strict=False)):
+            pins[value] = whole[name]
+            copies |= {(value, reader.aten): specs[name] for reader in graph.readers(value) if reader.aten is not None}
+    return pins, copies
 
 
 def _sequence_of(graph: Graph, mesh: Mesh, roles: Roles) -> tuple[int, tuple[str, ...]]:

@@ -12,6 +12,7 @@ import torch
 
 import autoshard
 from autoshard import manual
+from autoshard.cost.machine.compute import op_flops
 from autoshard.cost.predict import predict
 from autoshard.errors import ManualPlanError
 from autoshard.graph.ops import Value
@@ -107,6 +108,19 @@ def test_sequence_parallelism_gathers_once_for_experts_and_their_router():
     split = compiled(graph, "sequence", MESH)
     assert split["reduce-scatter"] > 0
     assert split["all-reduce"] < whole["all-reduce"]
+
+
+def test_torchtitan_computes_no_product_twice_under_autocast():
+    source = decoders.source("llama", optimizer=torch.optim.AdamW)
+    source.model.forward = torch.autocast("xla", dtype=torch.bfloat16)(source.model.forward)
+    graph = build_graph(
+        autoshard.capture(source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer)
+    )
+    mesh = Mesh((2, 4), device="h100:8")
+    program = predict(graph, manual.torchtitan(graph, mesh), mesh).compiled.program
+    products = [step for step in program.steps if step.kind == "dot_general"]
+    assert products
+    assert {step.flops * mesh.size / op_flops(graph.ops[step.op], graph) for step in products} == {1.0}
 
 
 def test_hybrid_sharding_copies_over_what_crosses_hosts_or_else_the_first_axis():

@@ -27,6 +27,7 @@ from autoshard.cost.compiler.schedule import (
     results_in_order,
 )
 from autoshard.cost.compiler.traffic import touched
+from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.device import Device
 from autoshard.cost.passes import Passes
 
@@ -78,6 +79,12 @@ class Compiled:
     def flops(self) -> float:
         """FLOPs of dots and convolutions on one device."""
         return sum(kernel.flops for kernel in self.kernels)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives of the kernels, in their order."""
+        steps = [self.program.steps[number] for kernel in self.kernels for number in kernel.steps]
+        return tuple(step.collective for step in steps if step.collective is not None)
 
     @property
     def touched(self) -> tuple[Mapping[int, int], ...]:

@@ -10,12 +10,17 @@ from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
 from autoshard.cost.machine.collectives import Collective, seconds
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.libraries import Library
 from autoshard.cost.machine.measured import matrix_seconds
 from autoshard.mesh import Mesh
 
 
-def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
-    """Per kernel in order its roofline, with copies to and from on-chip memory; 0 for collectives."""
+def kernel_seconds(compiled: Compiled, device: Device, library: Library = matrix_seconds) -> list[float]:
+    """Per kernel in order its roofline, with copies to and from on-chip memory; 0 for collectives.
+
+    Args:
+        library: seconds of products and attention on a device that was measured.
+    """
     steps = compiled.program.steps
     found = []
     for kernel, touched, copied in zip(compiled.kernels, compiled.touched, compiled.copied, strict=True):
@@ -29,16 +34,16 @@ def kernel_seconds(compiled: Compiled, device: Device) -> list[float]:
         dtype = operand_dtype(kernel, compiled.program)
         if device.measured and kernel.flops:
             moving = roofline_seconds(0.0, size, dtype, device, kernels=0)
-            working = max(moving, _products_seconds(kernel, compiled.program, dtype, device))
+            working = max(moving, _products_seconds(kernel, compiled.program, dtype, device, library))
             found.append(working + kernels * device.kernel_overhead + copying)
         else:
             found.append(roofline_seconds(kernel.flops, size, dtype, device, kernels=kernels) + copying)
     return found
 
 
-def _products_seconds(kernel: Kernel, program: Lowered, dtype: str, device: Device) -> float:
+def _products_seconds(kernel: Kernel, program: Lowered, dtype: str, device: Device, library: Library) -> float:
     steps = [step for number in kernel.steps if (step := program.steps[number]).flops]
-    return sum(matrix_seconds(program.graph.ops[step.op], step.shapes, step.flops, dtype, device) for step in steps)
+    return sum(library(program.graph.ops[step.op], step.shapes, step.flops, dtype, device) for step in steps)
 
 
 def operand_dtype(kernel: Kernel, program: Lowered) -> str:

@@ -212,6 +212,7 @@ class Partitioner(Context):
             self.order[op.id] = emission.order
         collectives: list[Collective] = []
         moves: list[Move] = []
+        tilings = list(reads)
         for place, move, steps in emission.moves:
             value = op.operands[place]
             if value.op in self.free:
@@ -237,6 +238,9 @@ class Partitioner(Context):
                 held = self.shardings.made[value] if copy is None else self.shardings.copied[copy]
                 move = in_whole_mesh(move, held)
                 end = move[2]
+            if move[1] is not None and isinstance(move[0], tuple) and len(end) == len(tilings[place]):
+                kept = [[axis for axis in axes if axis in move[0]] for axes in tilings[place]]
+                end = tilings[place] = tuple((*own, *axes) for own, axes in zip(kept, end, strict=True))
             if isinstance(move[0], Ring):
                 moves.append(
                     Move(place, (node, move, op.id), end, self._ring_permutes((node, move), move[0], steps, op.id))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
+from autoshard.cost.compiler.lowered import matrices_of
 from autoshard.cost.machine.collectives import seconds
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
@@ -34,6 +37,21 @@ def test_collectives_that_are_combined_start_once(kind):
     assert found.communication_s == pytest.approx(
         2 * seconds("all-reduce", mesh.axis_names, 16 * 32 * 4, mesh, device, 2)
     )
+
+
+def test_a_product_within_groups_of_devices_reads_the_shapes_of_its_flops():
+    graph = graph_from_text(
+        """func.func @main(%g: tensor<8x64x32xf32>, %x: tensor<8x64x16xf32>) -> tensor<32x16xf32> {
+          %0 = stablehlo.dot_general %g, %x, contracting_dims = [0, 1] x [0, 1] :
+            (tensor<8x64x32xf32>, tensor<8x64x16xf32>) -> tensor<32x16xf32>
+          return %0 : tensor<32x16xf32>
+        }"""
+    )
+    mesh, device = Mesh((2, 4), ("data", "model"), "h100"), load_device("h100")
+    specs = (("data",), (), ("model",)), (("data",), ("model",), ()), (("model", "data"), ())
+    found = predict(graph, Annotations({Value(i): spec for i, spec in enumerate(specs)}), mesh, device)
+    (product,) = (step for step in found.compiled.program.steps if step.kind == "dot_general")
+    assert product.flops == 2 * prod(matrices_of(found.compiled.program, product))
 
 
 def test_a_gpu_copies_combined_sums_into_one_array_and_out_of_it():
