@@ -47,6 +47,8 @@ class Candidate:
         kind: of the candidates that are compiled; empty for the optimum.
         memory: limit in bytes per device; None is no limit.
         solver: bound and gap; None where nothing is proved.
+        prices: how many times as long as formulated kernels and collectives take in the solver's figures
+            (`Formulation.repriced`).
         decision: the solver's, where it made the annotations.
         graph: of the program, where several programs are planned (`remat.py`).
         remat: what was recomputed to find it, where that was left open.
@@ -59,6 +61,7 @@ class Candidate:
     kind: str = ""
     memory: int | None = None
     solver: SolverInfo | None = None
+    prices: tuple[float, float] = (1.0, 1.0)
     decision: Decision | None = field(default=None, repr=False)
     graph: Graph | None = field(default=None, repr=False)
     remat: RematSearch | None = None

@@ -17,7 +17,7 @@ from autoshard.planning.candidate import Candidate, Decision, solver_info
 from autoshard.planning.hints import kept, split
 from autoshard.planning.memory import within_limit
 from autoshard.planning.options import DEVICE_MEMORY, PlanningOptions
-from autoshard.plans.value import NoPlanError
+from autoshard.plans.value import NoPlanError, SolverInfo
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.settings import Settings
@@ -25,6 +25,11 @@ from autoshard.strategies.carry import Carried, carried_from, choices_from
 from autoshard.strategies.formulate import Formulation, formulate
 from autoshard.strategies.guard import guarded
 from autoshard.strategies.shared import solved_together
+
+REPRICED = 2
+"""Most times that a problem is solved again with prices that agree with the prediction of its last solution."""
+AGREE = 0.05
+"""Fraction of the predicted step by which the objective may differ."""
 
 
 def candidate_on(
@@ -118,21 +123,67 @@ class OneMesh:
         return Settings(deadline, options.seed, options.backend, goal)
 
     def _solved(self, limit: float | None, settings: Settings, *, gathers: bool = True) -> Candidate:
-        say = self.options.progress
-        say("strategies")
+        """The choice under prices that agree with its prediction, or one under prices before that is predicted faster.
+
+        The solver prices groups one by one, the prediction follows the whole program. Where the objective differs, the
+        problem is solved again with kernels and collectives each as much dearer as is predicted of its solution, if
+        that can take as long as the first time.
+        """
+        self.options.progress("strategies")
         formulation = formulated(self.graph, self.mesh, limit, self.hints, gathers=gathers)
+        if self.others:
+            formulation = formulation.repriced(*self.others[-1].prices)
+        began = time.perf_counter()
+        found = self._chosen(formulation, settings)
+        latest = settings.deadline - (time.perf_counter() - began)
+        for _ in range(REPRICED):
+            assert found.solver is not None
+            assert found.decision is not None
+            objective, prediction = found.solver.objective, found.prediction
+            if abs(found.time - objective) <= AGREE * found.time or time.perf_counter() > latest:
+                break
+            kernels = formulation.kernel_seconds(found.decision.solution.choice)
+            rates = _rate(prediction.compute_s, kernels), _rate(prediction.communication_s, objective - kernels)
+            formulation = formulation.repriced(*rates)
+            again = self._chosen(formulation, settings, found)
+            if again.time > found.time:
+                objective = rates[0] * kernels + rates[1] * (objective - kernels)
+                return replace(found, solver=_as_priced(again.solver, objective), prices=again.prices)
+            found = again
+        return found
+
+    def _chosen(self, formulation: Formulation, settings: Settings, before: Candidate | None = None) -> Candidate:
+        """The solver's choice; `before`: under other prices."""
+        say = self.options.progress
         say("solve")
-        decision = decide(formulation, self.mesh, settings, self.hints, self.others)
+        others = self.others
+        if before is not None and before.decision is not None and before.decision.carried is not None:
+            others = (before.decision.carried,)
+        decision = decide(formulation, self.mesh, settings, self.hints, others)
         say("predict")
+        same = before is not None and before.annotations == decision.annotations
         return Candidate(
             self.mesh,
             decision.annotations,
-            predict(self.graph, decision.annotations, self.mesh),
+            before.prediction if before is not None and same else predict(self.graph, decision.annotations, self.mesh),
             memory=self.memory,
             solver=solver_info(decision.solution),
             decision=decision,
+            prices=formulation.prices,
             graph=self.graph,
         )
+
+
+def _as_priced(optimum: SolverInfo | None, objective: float) -> SolverInfo:
+    """The record of a choice of `objective` under the prices of this optimum."""
+    assert optimum is not None
+    gap = None if optimum.bound is None else max(0.0, objective - optimum.bound) / objective
+    return replace(optimum, status="feasible", objective=objective, gap=gap)
+
+
+def _rate(predicted: float, priced: float) -> float:
+    """How many times as long as priced, between half and four times: what is little of a step says little of others."""
+    return min(4.0, max(0.5, predicted / priced)) if predicted > 0.0 and priced > 0.0 else 1.0
 
 
 def formulated(

@@ -115,7 +115,7 @@ def _rivals(
 ) -> Iterator[Candidate]:
     mesh, say = optimum.mesh, options.progress
     say("strategies")
-    formulation = formulated(graph, mesh, optimum.memory, hints)
+    formulation = formulated(graph, mesh, optimum.memory, hints).repriced(*optimum.prices)
     say("runners-up")
     problems: list[tuple[str, str, Formulation]] = []
     chosen = {
@@ -142,7 +142,7 @@ def _rivals(
             info = SolverInfo("feasible", objective, optimum.solver.bound, gap, decision.solution.backend)
         prediction = predict(graph, annotations, mesh)
         annotations = with_regions(graph, annotations, prediction.specs)
-        found = Candidate(mesh, annotations, prediction, name, kind, optimum.memory, info, graph=graph)
+        found = Candidate(mesh, annotations, prediction, name, kind, optimum.memory, info, optimum.prices, graph=graph)
         yield found.written(graph, options)
     say("plans by hand")
     for name, made in by_hand(graph, mesh, hints):

@@ -228,6 +228,8 @@ class _Search:
         assert best.graph is not None
         name = next(name for name, graph in self.program.graphs.items() if graph is best.graph)
         bound = None if kept.solver is None else kept.solver.bound
+        if bound is not None:  # under the prices of the best one
+            bound *= min(ours / theirs for ours, theirs in zip(best.prices, kept.prices, strict=True))
         objective = None if best.solver is None else best.solver.objective
         gap = max(0.0, 1 - bound / objective) if bound is not None and objective else None
         return replace(best, remat=RematSearch(name, tuple(self.tried.values()), bound, gap))

@@ -74,7 +74,9 @@ def plan_model(
 def _planned(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> Plan:
     chosen, info = confirmed(partial(_chosen, find, meshes), options)
     found, graph = chosen.candidate, chosen.graph
-    said = {"confirmed": info, "remat": found.remat}
+    rates = (round(each, 8) for each in found.prices)
+    prices = dict(zip(("kernels", "collectives"), rates, strict=True)) if found.prices != (1.0, 1.0) else None
+    said = {"confirmed": info, "remat": found.remat, "prices": prices}
     return written_plan(
         graph,
         found.mesh,

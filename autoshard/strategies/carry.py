@@ -23,12 +23,14 @@ class Carried:
         groups: assignments of axes to factors, and shardings at the boundary (strategies of one assignment differ in
             where sums are all-reduced).
         copies: (sharding that users see, whether it is the value itself).
+        prices: of the problem (`Formulation.prices`).
     """
 
     mesh: Mesh
     arguments: tuple[Sharded, ...]
     groups: tuple[tuple[Assignment, tuple[Sharded, ...]], ...]
     copies: tuple[tuple[Sharded, bool], ...]
+    prices: tuple[float, float] = (1.0, 1.0)
 
 
 def carried_from(formulation: Formulation, mesh: Mesh, choice: Sequence[int]) -> Carried:
@@ -46,6 +48,7 @@ def carried_from(formulation: Formulation, mesh: Mesh, choice: Sequence[int]) ->
             (copy.specs[number], bool(copy.same[number]))
             for copy, number in zip(formulation.copies, copies, strict=False)
         ),
+        formulation.prices,
     )
 
 

@@ -81,6 +81,10 @@ class Formulation:
     argument_specs: tuple[Specs, ...] = field(repr=False)
     strategies: tuple[Strategies, ...] = field(repr=False)
     copies: tuple[Copy, ...] = field(repr=False)
+    kernels: tuple[Matrix, ...] = field(repr=False)
+    """Of the costs of each group's node, the seconds of its kernels."""
+    prices: tuple[float, float] = (1.0, 1.0)
+    """How many times as long as `cost/` says kernels and collectives take in this problem."""
     detour: Callable[[Value, Spec, Spec], tuple[Spec, ...]] = field(default=lambda *_: (), repr=False)
     """The hops (intermediate specs) of a copy of a value from one spec to another."""
 
@@ -102,6 +106,28 @@ class Formulation:
         ways, members = self.strategies[group], self.groups.groups[group]
         made = [op_specs(ways, members, self.graph, number)[value] for number in range(len(ways))]
         return len(self.argument_values) + members.id, made
+
+    def kernel_seconds(self, choice: Sequence[int]) -> float:
+        """Of the objective of a choice, the seconds of kernels; the others are of collectives."""
+        first = len(self.argument_values)
+        return sum(float(own[choice[node]]) for node, own in enumerate(self.kernels, first))
+
+    def repriced(self, kernels: float, collectives: float) -> Formulation:
+        """The problem in which kernels and collectives take so many times as long."""
+        first = len(self.argument_values)
+        costs = list(self.problem.node_costs)
+        made: dict[tuple[int, int], Matrix] = {}  # of equal groups one object, as before
+        for node, own in enumerate(self.kernels, first):
+            key = id(costs[node]), id(own)
+            if key not in made:
+                made[key] = collectives * costs[node] + (kernels - collectives) * own
+            costs[node] = made[key]
+        edges = {id(matrix): collectives * matrix for matrix in {id(m): m for m in self.problem.edge_costs}.values()}
+        problem = replace(
+            self.problem, node_costs=costs, edge_costs=[edges[id(matrix)] for matrix in self.problem.edge_costs]
+        )
+        prices = kernels * self.prices[0], collectives * self.prices[1]
+        return replace(self, problem=problem, prices=prices, kernels=tuple(kernels * own for own in self.kernels))
 
     def fixed(self, wanted: Mapping[Value, Spec]) -> Formulation:
         """The problem with these values' shardings fixed; infeasible if no strategy has them."""
@@ -243,7 +269,8 @@ class _Builder:
         self.contractions: set[int] = set()  # nodes of groups that contract
         self.first_group = 0  # node of the first group
         self._matrices: dict[tuple[object, ...], Matrix] = {}
-        self._by_shape: dict[object, tuple[Strategies, Matrix]] = {}
+        self._by_shape: dict[object, tuple[Strategies, Matrix, Matrix]] = {}
+        self.kernels: list[Matrix] = []  # per group the seconds of its kernels
 
     def build(self, memory: float | None) -> Formulation:
         arguments = self._arguments()
@@ -265,7 +292,15 @@ class _Builder:
         values = tuple(arguments)
         specs = tuple(arguments.values())
         return Formulation(
-            problem, self.graph, self.groups, values, specs, tuple(ways), tuple(copies), detour=self._detour
+            problem,
+            self.graph,
+            self.groups,
+            values,
+            specs,
+            tuple(ways),
+            tuple(copies),
+            tuple(self.kernels),
+            detour=self._detour,
         )
 
     def _detour(self, value: Value, src: Spec, dst: Spec) -> tuple[Spec, ...]:
@@ -313,10 +348,12 @@ class _Builder:
                     self.partitioner.op_collectives,
                     self.allowed,
                 )
-                self._by_shape[key] = (ways, self.prices.group_costs(group, ways))
-            ways, costs = self._by_shape[key]
+                kernels = self.prices.kernels(group, ways)
+                self._by_shape[key] = ways, kernels, kernels + self.prices.collectives(group, ways)
+            ways, kernels, costs = self._by_shape[key]
             found.append(ways)
             node = self._node(self._in_a_step(group, ways, costs), self._name(group))
+            self.kernels.append(self._runs(node) * kernels)
             for value, specs in zip(group.outputs, ways.outputs, strict=True):
                 self.made[value] = (node, specs)
         return found

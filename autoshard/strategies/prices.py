@@ -56,7 +56,7 @@ class Prices:
             members.setdefault(key, []).append(group)
         classes = list(members.values())
         self.works = {
-            ways: Works(self._averages(works.kept, classes), self._averages(works.summed, classes))
+            ways: Works(self._averages(works.kept, classes), self._averages(works.summed, classes), works.layouts)
             for ways, works in self.works.items()
         }
 
@@ -87,18 +87,21 @@ class Prices:
     def _locals(self, group: Group) -> list[Value]:
         return [*group.inputs, *group.made(self.graph)]
 
-    def group_costs(self, group: Group, ways: Strategies) -> Matrix:
-        """Seconds of a group under each strategy."""
+    def collectives(self, group: Group, ways: Strategies) -> Matrix:
+        """Seconds of a group's collectives under each strategy."""
+        costs = np.array([sum(self.collective_seconds(each, group) for each in found) for found in ways.collectives])
+        for value, specs in zip(group.outputs, ways.outputs, strict=True):
+            if value in self.returned:
+                costs = costs + self._return_costs(value, specs)
+        return costs
+
+    def kernels(self, group: Group, ways: Strategies) -> Matrix:
+        """Seconds of a group's kernels under each strategy."""
         costs = self._kernels(group, ways, {many: works.kept[group.id] for many, works in self.works.items()})
         if len(group.ops) > 1 and any(ways.collectives):
             over_devices = np.array([bool(each) for each in ways.collectives])
             summed = {many: works.summed[group.id] for many, works in self.works.items()}
             costs = np.where(over_devices, self._kernels(group, ways, summed), costs)
-        for index, collectives in enumerate(ways.collectives):
-            costs[index] += sum(self.collective_seconds(each, group) for each in collectives)
-        for value, specs in zip(group.outputs, ways.outputs, strict=True):
-            if value in self.returned:
-                costs += self._return_costs(value, specs)
         return costs
 
     def _kernels(self, group: Group, ways: Strategies, works: Mapping[int, GroupWork]) -> Matrix:
@@ -160,7 +163,7 @@ class Prices:
             if not split and not whole:
                 continue
             kind = self.graph.type_of(value)
-            size_of = self.backend.elements_made_by(self.graph.ops[value.op].kind)
+            size_of = self.works[most].layouts.get(value, math.prod)
             key = (kind, ways.shape.value_dims[place], whole, split, size_of)
             if key not in alike:
                 alike[key] = self._bytes_of(kind, ways.shape.value_dims[place], ways, whole, split, size_of)

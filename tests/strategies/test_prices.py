@@ -80,6 +80,49 @@ def test_every_choice_is_priced_near_what_is_predicted(kind):
     assert 0.9 < float(np.median(ratios)) < 1.1
 
 
+def convolutions(rows: int) -> str:
+    """Two convolutions of 64 features with a loop between them, on `rows` images."""
+    x, w = f"tensor<{rows}x64x56x56xbf16>", "tensor<64x64x3x3xbf16>"
+    how = """dim_numbers = [b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1], window = {stride = [1, 1], pad = [[1, 1], [1, 1]]}
+      {batch_group_count = 1 : i64, feature_group_count = 1 : i64}"""
+    return f"""func.func @main(%x: {x}, %v: {w}, %w: {w}) -> {x} {{
+      %0 = stablehlo.convolution(%x, %v) {how} : ({x}, {w}) -> {x}
+      %1 = stablehlo.exponential %0 : {x}
+      %2 = stablehlo.convolution(%1, %w) {how} : ({x}, {w}) -> {x}
+      return %2 : {x}
+    }}"""
+
+
+def test_padding_of_a_device_s_part_is_priced():
+    """On a TPU 64 features fill half a tile unless 128 images lie along its lanes: 16 of them take twice the bytes."""
+    graph, mesh = annotatable(graph_from_text(convolutions(128))), Mesh((8,), ("x",), "tpu-v5e")
+    device = replace(load_device(mesh.device), on_chip_bytes=0)
+    formulation = formulate(graph, mesh, device)
+    choice = solve(formulation.problem).choice
+    found = predict(graph, formulation.annotations(choice), mesh, device)
+    last = len(formulation.kernels) - 1
+    priced = formulation.kernels[last][choice[len(formulation.argument_values) + last]]
+    assert priced == pytest.approx(found.kernel_s[-1][1], rel=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_and_collectives_are_repriced_apart(kind):
+    graph, mesh = annotatable(graph_from_text(chain())), Mesh((8,), ("x",), kind)
+    formulation = formulate(graph, mesh, load_device(kind))
+    again = formulation.repriced(1.5, 0.5).repriced(1.0, 3.0)
+    assert again.prices == (1.5, 1.5)
+    draw, checked = np.random.default_rng(0), 0
+    for _ in range(40):
+        choice = [int(draw.integers(len(costs))) for costs in formulation.problem.node_costs]
+        priced = evaluate(formulation.problem, choice).objective
+        if math.isfinite(priced):
+            half = evaluate(formulation.repriced(1.0, 0.5).problem, choice).objective
+            assert evaluate(again.problem, choice).objective == pytest.approx(1.5 * priced)
+            assert half == pytest.approx((priced + formulation.kernel_seconds(choice)) / 2)
+            checked += 1
+    assert checked > 10
+
+
 def test_work_that_is_not_split_is_not_free_on_a_chip_that_could_hold_its_parts():
     """8 devices hold 16 MB on chip between them, one device does not hold them all."""
     graph, kind = graph_from_text(chain()), "tpu-v5e"
@@ -88,7 +131,8 @@ def test_work_that_is_not_split_is_not_free_on_a_chip_that_could_hold_its_parts(
     formulation = formulate(graph, mesh, device)
     for group, ways in zip(groups.groups, formulation.strategies, strict=True):
         whole = next(i for i, each in enumerate(ways.assignments) if not any(each))
-        costs = Prices(graph, groups, mesh, device).group_costs(group, ways)
+        prices = Prices(graph, groups, mesh, device)
+        costs = prices.kernels(group, ways) + prices.collectives(group, ways)
         split = min(cost for cost, sums in zip(costs, ways.collectives, strict=True) if not sums)
         work = costs[whole] - device.kernel_overhead
         assert work == 0 or work > 4 * (split - device.kernel_overhead)

@@ -5,7 +5,6 @@ Each target family has a subclass of `Backend` in a module of its own; `backends
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -150,9 +149,9 @@ class Backend:
         """Bytes of an array's buffer."""
         return -(-array.bytes // self.alignment) * self.alignment
 
-    def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
-        """Shape -> elements, padding included, of the result of an op of this StableHLO kind."""
-        return math.prod
+    def layouts(self, program: Lowered) -> Mapping[int, Callable[[tuple[int, ...]], int]]:
+        """Arrays in layouts that may pad them -> elements, padding included, under a shape of their rank."""
+        return {}
 
     def early_seconds(self, compiled: Compiled) -> float:
         """Seconds of extra copies in a program with any all-gather."""

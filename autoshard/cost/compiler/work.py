@@ -58,10 +58,12 @@ class Works:
     Attributes:
         kept: if sums are local to a device.
         summed: if all sums are all-reduced, which ends a kernel. Parameter gradients are all-reduced in both.
+        layouts: values in layouts that may pad them -> elements of a shape, padding included.
     """
 
     kept: tuple[GroupWork, ...]
     summed: tuple[GroupWork, ...]
+    layouts: Mapping[Value, Callable[[tuple[int, ...]], int]] = field(default_factory=dict, repr=False)
 
 
 def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dict[int, Works]:
@@ -77,10 +79,15 @@ def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dic
     ]
     compiled = [backend_of(larger(device, mesh.size)).compile(each) for each in variants]
     shared = [_Attribution(each.program, graph, groups, device) for each in compiled]
-    found = {mesh.size: Works(*(each.works(one) for each, one in zip(shared, compiled, strict=True)))}
+    laid = backend_of(device).layouts(program)
+    attributed = _Attribution(program, graph, groups, device)
+    layouts = {attributed.origin[array]: elements for array, elements in laid.items()}
+    kept, all_reduced = (each.works(one) for each, one in zip(shared, compiled, strict=True))
+    found = {mesh.size: Works(kept, all_reduced, layouts)}
     if device.on_chip_bytes and mesh.size > 1:
         backend = backend_of(device)
-        found[1] = Works(*(each.works(backend.placed(one)) for each, one in zip(shared, compiled, strict=True)))
+        kept, all_reduced = (each.works(backend.placed(one)) for each, one in zip(shared, compiled, strict=True))
+        found[1] = Works(kept, all_reduced, layouts)
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend, Compiled, Placement
@@ -86,9 +86,12 @@ class CoarseTpuBackend(Backend):
         size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
         return -(-size // self.alignment) * self.alignment
 
-    def elements_made_by(self, kind: str) -> Callable[[tuple[int, ...]], int]:
-        """A scatter's rows take whole tiles: those of a narrow table 128 elements each."""
-        return row_major if kind == "scatter" else super().elements_made_by(kind)
+    def layouts(self, program: Lowered) -> Mapping[int, Callable[[tuple[int, ...]], int]]:
+        """What convolutions read and make has their layout; a scatter's rows take whole tiles of 128 elements."""
+        like = cache(lambda dims: partial(for_convolution, within=dims))
+        found = {array: like(dims) for array, dims in rewrite.convolved(program, arguments=True).items()}
+        scattered = (array for step in program.steps if step.kind == "scatter" for array in step.writes)
+        return found | dict.fromkeys(scattered, row_major)
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""

@@ -465,8 +465,8 @@ def _made(program: Lowered, array: Array) -> bool:
     return False
 
 
-def convolved(program: Lowered) -> dict[int, Dims]:
-    """Arrays in a convolution's layout, without arguments -> their two dims in tiles."""
+def convolved(program: Lowered, *, arguments: bool = False) -> dict[int, Dims]:
+    """Arrays in a convolution's layout -> their two dims in tiles; `arguments`: also those, of which copies have it."""
     found: dict[int, Dims] = {}
     for step in program.steps:
         if step.kind == "convolution":
@@ -484,7 +484,7 @@ def convolved(program: Lowered) -> dict[int, Dims]:
                 rank = len(program.arrays[known].shape or ())
                 same = [array for array in around if len(program.arrays[array].shape or ()) == rank]
                 found |= {array: found[known] for array in same if array not in found}
-    return {array: dims for array, dims in found.items() if program.arrays[array].maker >= 0}
+    return {array: dims for array, dims in found.items() if arguments or program.arrays[array].maker >= 0}
 
 
 def _tile_dims(program: Lowered, step: Step) -> list[tuple[int, Dims]]:

@@ -24,7 +24,7 @@ from autoshard.planning.one_mesh import OneMesh, decide
 from autoshard.plans.value import NoPlanError
 from autoshard.solver.problem import Status
 from autoshard.solver.settings import Settings
-from autoshard.strategies.formulate import formulate
+from autoshard.strategies.formulate import Formulation, formulate
 from tests.graph.helpers import graph_from_text
 
 BOTH = ("data", "model")
@@ -104,11 +104,13 @@ def test_gathers_that_bring_about_copies_must_be_worth_it(
     moved = Annotations(split.pins | {Value(first): BATCH, Value(first + 1): ((), BOTH, (), ())})
     asked: list[bool] = []
     chosen = {True: split, False: whole if none_is_faster else moved}
-    monkeypatch.setattr(one_mesh, "formulated", lambda *arguments, gathers=True: gathers)
+    made = {gathers: formulate(graph, mesh, load_device("tpu-v5e"), gathers=gathers) for gathers in chosen}
+    monkeypatch.setattr(one_mesh, "formulated", lambda *arguments, gathers=True: made[gathers])
+    monkeypatch.setattr(one_mesh, "REPRICED", 0)
 
-    def decided(gathers: bool, *_: object) -> Decision:
-        asked.append(gathers)
-        return replace(decision, annotations=chosen[gathers])
+    def decided(formulation: Formulation, *_: object) -> Decision:
+        asked.append(formulation is made[True])
+        return replace(decision, annotations=chosen[asked[-1]])
 
     monkeypatch.setattr(one_mesh, "decide", decided)
     assert OneMesh(graph, mesh).candidate(None).annotations == (whole if none_is_faster else split)
@@ -126,10 +128,10 @@ def test_gathers_that_bring_about_copies_must_be_worth_it(
     )
     assert OneMesh(graph, mesh).candidate(None).annotations == moved
 
-    def held(gathers: bool, *_: object) -> Decision:
-        if not gathers:
+    def held(formulation: Formulation, *_: object) -> Decision:
+        if formulation is made[False]:
             raise NoPlanError("a hint wants one")
-        return decided(gathers)
+        return decided(formulation)
 
     monkeypatch.setattr(one_mesh, "decide", held)
     assert OneMesh(graph, mesh).candidate(None).annotations == split

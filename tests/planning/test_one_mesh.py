@@ -1,0 +1,58 @@
+"""Prices that differ from the prediction are corrected, and the problem is solved again."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.mesh import Mesh
+from autoshard.planning import one_mesh
+from autoshard.planning.one_mesh import OneMesh
+from autoshard.planning.options import PlanningOptions
+from tests.graph.helpers import graph_from_text
+from tests.strategies.test_prices import annotatable, chain
+
+GRAPH = annotatable(graph_from_text(chain()))
+MESH = Mesh((4, 4), device="tpu-v6e")  # copies to on-chip memory have no price
+
+
+def test_the_objective_agrees_with_the_prediction():
+    found = OneMesh(GRAPH, MESH).candidate(None)
+    kernels, collectives = found.prices
+    assert kernels > 1.05
+    assert collectives == pytest.approx(1.0, abs=0.05)
+    assert found.solver.objective == pytest.approx(found.time, rel=one_mesh.AGREE)
+    assert found.solver.status == "optimal"
+
+
+def test_of_two_choices_the_one_that_is_predicted_faster_is_kept(monkeypatch):
+    """A choice made under corrected prices that is slower: the first is kept, with its figures under these prices."""
+    first = OneMesh(GRAPH, MESH).candidate(None)
+    decide, calls = one_mesh.decide, []
+
+    def worse(formulation, *rest):
+        calls.append(formulation.prices)
+        if len(calls) > 1:
+            formulation = formulation.fixed({GRAPH.outputs[0]: ((), ())})
+        return decide(formulation, *rest)
+
+    monkeypatch.setattr(one_mesh, "decide", worse)
+    found = OneMesh(GRAPH, MESH).candidate(None)
+    assert len(calls) == 2
+    assert found.annotations == first.annotations
+    assert found.solver.objective == pytest.approx(found.time)
+    assert found.solver.status == "feasible"
+    assert found.prices == calls[1]
+
+
+def test_nothing_is_solved_again_where_the_time_is_over():
+    assert OneMesh(GRAPH, MESH, seconds=0.0).candidate(None).prices == (1.0, 1.0)
+
+
+def test_the_next_mesh_starts_with_the_prices_of_the_one_before():
+    first = OneMesh(GRAPH, MESH).candidate(None)
+    stages = []
+    problem = OneMesh(GRAPH, MESH, PlanningOptions(progress=stages.append), others=(first.decision.carried,))
+    found = problem.candidate(None)
+    assert stages.count("solve") == 1
+    assert found.prices == first.prices
+    assert found.solver == first.solver
