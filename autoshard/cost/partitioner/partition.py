@@ -238,8 +238,9 @@ class Partitioner(Context):
                 held = self.shardings.made[value] if copy is None else self.shardings.copied[copy]
                 move = in_whole_mesh(move, held)
                 end = move[2]
-            if move[1] is not None and isinstance(move[0], tuple) and len(end) == len(tilings[place]):
-                kept = [[axis for axis in axes if axis in move[0]] for axes in tilings[place]]
+            outer = move[0].outer if isinstance(move[0], Ring) else move[0]
+            if move[1] is not None and isinstance(outer, tuple) and len(end) == len(tilings[place]):
+                kept = [[axis for axis in axes if axis in outer] for axes in tilings[place]]
                 end = tilings[place] = tuple((*own, *axes) for own, axes in zip(kept, end, strict=True))
             if isinstance(move[0], Ring):
                 moves.append(
