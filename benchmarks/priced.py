@@ -107,7 +107,7 @@ def _moe(of: random.Random) -> Drawn:
 
 
 def priced(graph: Graph, mesh: Mesh) -> Row:
-    """The figures of one row; `priced_…` of the plan taken are those of prices that were not corrected."""
+    """The figures of one row, in sequence; `priced_…` of the plan taken are those of prices that were not corrected."""
     began, formulated, problems = time.process_time(), one_mesh.formulated, []
 
     def kept(*args: Any, **given: Any) -> Any:
@@ -123,7 +123,7 @@ def priced(graph: Graph, mesh: Mesh) -> Row:
     choice = decided.decision.solution.choice[: len(problem.problem.node_costs)]
     kernels = problem.kernel_seconds(choice)
     seconds = {
-        "objective_s": decided.solver.objective,
+        "objective_s": decided.solver.objective + decided.hidden * decided.prices[1] * problem.hideable(choice),
         "predicted_s": found.step_time_s,
         "priced_kernels_s": kernels,
         "predicted_kernels_s": found.compute_s,

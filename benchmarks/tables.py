@@ -19,6 +19,7 @@ from models import DEVELOPED, HELD_OUT, LARGE, MODELS
 from results import FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
+from autoshard.cost.machine import cycles
 from autoshard.cost.machine.measured import measured
 from autoshard.manual import PLANS as MANUAL
 
@@ -522,6 +523,24 @@ def measured_errors() -> str:
     return tabulate(rows, ["held out", *map(str.upper, kinds)], "github", disable_numparse=True)
 
 
+def cycles_errors() -> str:
+    """Errors of the models in `cycles.toml` on kernels of programs that were not fitted."""
+    sets = {
+        "products": "products",
+        "convolutions": "convolutions",
+        "others": "without products",
+        "long": "10,000 cycles and more",
+    }
+    kinds = ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
+    errors = {kind: known.errors for kind in kinds if (known := cycles.model(kind)) is not None}
+
+    def cell(of: Mapping[str, float]) -> str:
+        return f"{of['median']:.1%}, {of['p90']:.0%}, {of['sum']:.2f} of {of['kernels']:.0f}"
+
+    rows = [[title, *(cell(errors[kind][name]) for kind in kinds)] for name, title in sets.items()]
+    return tabulate(rows, ["held out", *kinds], "github", disable_numparse=True)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "collectives": collectives,
     "outside": outside,
@@ -542,6 +561,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "overruled": overruled,
     "changed": changed,
     "measured": measured_errors,
+    "cycles": cycles_errors,
     **{f"made_{name}": partial(made, name) for name in FILES},
 }
 

@@ -3,7 +3,8 @@
 Gathers of what is made of parameters alone run ahead, one after the other in the order of their use; a kernel waits for
 those that it reads. Sums of gradients follow the kernels that make them, one after the other; the optimizer waits for
 the last. Both together take no less than their sum. Permutes of a windowed einsum run beside its product (Wang et al.,
-"Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023); every other collective, alone.
+"Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023); every other collective, alone. A
+GPU's collectives take multiprocessors from the kernels beside them. A CPU's compiler issues none asynchronously.
 PyTorch's runtime does the same in the order of its kernels.
 """
 
@@ -16,8 +17,22 @@ from autoshard.cost.compiler.eager import Gathers
 from autoshard.cost.compiler.lowered import COLLECTIVES, SUMS, Lowered, Step
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import MATRIX_WORK
+from autoshard.cost.machine.device import Device
 from autoshard.graph.groups import Groups
 from autoshard.graph.ops import Graph
+
+_COMMUNICATING = 20
+"""Multiprocessors of a GPU that communicate (DeepSeek-V3 technical report, arXiv:2412.19437: 20 of an H800's 132)."""
+
+
+def taken_share(device: Device) -> float:
+    """The share of a device's compute that a collective takes from kernels beside it."""
+    return _COMMUNICATING / device.multiprocessors if device.multiprocessors > _COMMUNICATING else 0.0
+
+
+def overlaps(device: Device) -> bool:
+    """Whether the compiler of a device kind issues collectives asynchronously."""
+    return device.target != "cpu"
 
 
 def overlapped(
@@ -26,9 +41,24 @@ def overlapped(
     compute: Sequence[float],
     collectives: Sequence[Collective],
     times: Sequence[float],
+    device: Device,
 ) -> float:
     """Seconds of a step; never more than all of `compute` (by group) and `times` (by collective) in sequence."""
-    weights, gradients = _weights(graph), _gradients(graph)
+    serial = sum(compute) + sum(times)
+    if not overlaps(device):
+        return serial
+    found = _on_two_streams(graph, groups, compute, collectives, times)
+    return found + taken_share(device) * max(0.0, serial - found)
+
+
+def _on_two_streams(
+    graph: Graph,
+    groups: Groups,
+    compute: Sequence[float],
+    collectives: Sequence[Collective],
+    times: Sequence[float],
+) -> float:
+    weights, gradients = made_of_parameters(graph), _gradients(graph)
     at: dict[int, list[int]] = {}
     for number, each in enumerate(collectives):
         if each.op is not None:
@@ -63,7 +93,7 @@ def overlapped(
     return max(now, reduced, first + beside) + rest
 
 
-def _weights(graph: Graph) -> set[int]:
+def made_of_parameters(graph: Graph) -> set[int]:
     """Ops whose results are made of parameters alone."""
     roles = zip(graph.arguments, graph.program.arguments, strict=True)
     found = {op for op, argument in roles if argument.role == "parameter"}

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from autoshard.attention.form import KINDS as ATTENTIONS
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.compiler.work import GroupWork, Weights, Works, group_works, last_products
+from autoshard.cost.compiler.work import GroupWork, Weights, group_works, last_products
+from autoshard.cost.machine import cycles
 from autoshard.cost.machine.collectives import Collective, saved_seconds, seconds
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, body_work, op_flops, region_share, roofline_seconds
+from autoshard.cost.machine.cycles import beside_traffic
 from autoshard.cost.machine.device import Device
-from autoshard.cost.machine.measured import TIMED, matrix_seconds
+from autoshard.cost.machine.measured import is_timed, matrix_seconds
 from autoshard.cost.partitioner.reshard.price import fit_of, near_on, reshard_matrix, reshard_steps
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import Group, Groups
@@ -56,7 +59,7 @@ class Prices:
             members.setdefault(key, []).append(group)
         classes = list(members.values())
         self.works = {
-            ways: Works(self._averages(works.kept, classes), self._averages(works.summed, classes), works.layouts)
+            ways: replace(works, kept=self._averages(works.kept, classes), summed=self._averages(works.summed, classes))
             for ways, works in self.works.items()
         }
 
@@ -107,10 +110,10 @@ class Prices:
     def _kernels(self, group: Group, ways: Strategies, works: Mapping[int, GroupWork]) -> Matrix:
         """Seconds of a group's kernels; `works` by the number of devices that split its program."""
         rate = self.device.reachable_bandwidth
-        beside = self._traffic(group, ways, {many: work.with_products for many, work in works.items()}) / rate
+        beside = self._traffic(group, ways, {many: work.with_products for many, work in works.items()})
         other = self._traffic(group, ways, {many: work.other for many, work in works.items()}) / rate
         launched = works[self.mesh.size].launches * self.device.kernel_overhead
-        return np.asarray(np.maximum(self._products(group, ways), beside) + other + launched)
+        return beside_traffic(self._products(group, ways), beside, self.device) + other + launched
 
     def _products(self, group: Group, ways: Strategies) -> Matrix:
         spent = np.zeros(len(ways))
@@ -126,7 +129,7 @@ class Prices:
 
     def _matrix(self, op: Op, group: Group, ways: Strategies, flops: Matrix, dtype: str) -> Matrix:
         """Seconds of one product or attention of `flops` FLOP under each strategy."""
-        known = bool(self.device.measured) and op.kind in TIMED
+        known = is_timed(op, self.device)
         places = {value: place for place, value in enumerate(self._locals(group))} if known else {}
         if not all(value in places for value in op.operands[:3]):
             return flops / self.device.reachable_flops(dtype)
@@ -233,6 +236,24 @@ class Prices:
                     part = self.part_of_start(size, limit, self.weights)
                     saved[i, j] = saved_seconds("all-gather", steps[0].axes, size, self.mesh, self.device, part)
         return saved
+
+    def stores(self, value: Value) -> bool:
+        """Whether a kernel stores a value in any case, not only where it is resharded."""
+        if cycles.model(self.device.kind) is None or self.graph.ops[value.op].kind == "argument":
+            return True
+        return value in self.works[self.mesh.size].stored
+
+    def storing_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
+        """Seconds of a kernel of its own that makes a device's shard of a tensor, under each of `specs`."""
+        known = cycles.model(self.device.kind)
+        assert known is not None
+        found = []
+        for spec in specs:
+            elements = math.prod(self.mesh.shard_shape(kind.shape, spec))
+            words = elements * dtype_bytes(kind.dtype) / (4 * cycles.TILE)
+            done = cycles.Done((), {"tiles": elements / cycles.TILE, "read": words, "written": words})
+            found.append(cycles.kernel_seconds(done, 0.0, known.constants, self.device))
+        return np.array(found)
 
     def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
         """Seconds of a kernel that copies a device's shard of a tensor, under each of `specs`."""

@@ -16,7 +16,7 @@ from typing import Any
 from autoshard.cost.machine.device import Device
 from autoshard.graph.ops import Graph
 from autoshard.verify.hlo_text import Computation, Instruction, Module, aten_index
-from autoshard.verify.schedule import kernel_seconds
+from autoshard.verify.schedule import Clock
 from autoshard.verify.targets import Target, TargetError
 from autoshard.verify.work import ASYNC_COPIES, COLLECTIVE, Work
 
@@ -105,6 +105,12 @@ def compiled_cycles(module: Module, device: Device, trips: Mapping[int, int] | N
     )
 
 
+def estimate_of(instruction: Instruction) -> int:
+    """libtpu's estimate of one execution in cycles; 0 where it has none."""
+    estimate = _ESTIMATE.search(instruction.rest)
+    return int(estimate[1]) if estimate and int(estimate[1]) < _NO_ESTIMATE else 0
+
+
 def check_clock(target: Target, device: Device) -> None:
     """Refuse a target whose compiler estimates no cycles, and a device kind of unknown clock.
 
@@ -157,6 +163,7 @@ class _Walk:
         self.device = device
         self.trips = trips
         self.work = Work(module, on_chip_is_free=True)
+        self.clock = Clock(device)
         self.unknown: list[str] = []
 
     def kernels(self, name: str, times: int) -> list[_Timed]:
@@ -190,11 +197,10 @@ class _Walk:
     def at(self, computation: Computation, instruction: Instruction, times: int) -> Iterator[_Timed]:
         """A top-level instruction, if it is a kernel or a collective."""
         kernels = list(self.work.at(computation, instruction))
-        estimate = _ESTIMATE.search(instruction.rest)
-        cycles = int(estimate[1]) if estimate and int(estimate[1]) < _NO_ESTIMATE else 0
+        cycles = estimate_of(instruction)
         kind = _ESTIMATED if cycles else self.without_estimate(computation, instruction, bool(kernels))
         if kind:
-            model_s = sum(kernel.count * kernel_seconds(kernel, self.device) for kernel in kernels)
+            model_s = sum(kernel.count * self.clock.seconds(kernel) for kernel in kernels)
             yield _Timed(kind, times, cycles, model_s)
 
     def without_estimate(self, computation: Computation, instruction: Instruction, kernel: bool) -> str:

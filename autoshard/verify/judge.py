@@ -12,7 +12,7 @@ from autoshard.verify.collectives import compiled_collectives
 from autoshard.verify.compile import Compiled
 from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.hlo_text import parse_hlo
-from autoshard.verify.schedule import collective_seconds, kernel_seconds, overlapped_seconds
+from autoshard.verify.schedule import Clock, collective_seconds, overlapped_seconds
 from autoshard.verify.work import CompiledWork, compiled_work
 
 
@@ -22,7 +22,7 @@ class Judged:
 
     Attributes:
         communication_s: of its collectives.
-        compute_s: of its kernels, each at its roofline.
+        compute_s: of its kernels.
         flops, bytes: per device and step, of its dots and convolutions, and of its kernels.
         collective_bytes: per device and step.
         memory_bytes: peak per device by the compiler's buffer assignment.
@@ -67,10 +67,10 @@ def judged(
     memory_bytes: int | None = None,
 ) -> Judged:
     """Time the collectives and kernels read from a compiled program."""
-    collectives = list(collectives)
+    collectives, clock = list(collectives), Clock(device)
     return Judged(
         communication_s=sum(collective_seconds(each, mesh, device) for each in collectives),
-        compute_s=sum(kernel.count * kernel_seconds(kernel, device) for kernel in work.kernels),
+        compute_s=sum(kernel.count * clock.seconds(kernel) for kernel in work.kernels),
         flops=work.flops,
         bytes=work.bytes,
         collective_bytes=sum(each.total_bytes for each in collectives),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from autoshard.cost.machine import cycles, measured
 from autoshard.cost.machine.collectives import CollectiveKind, seconds
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
@@ -27,7 +28,45 @@ def collective_seconds(collective: CompiledCollective, mesh: Mesh, device: Devic
     return collective.count * seconds(kind, mesh.spanned(collective.axes), collective.bytes, mesh, device)
 
 
-def kernel_seconds(kernel: Kernel, device: Device) -> float:
+class Clock:
+    """Times kernels in program order; async copies run beside the kernel that follows."""
+
+    def __init__(self, device: Device) -> None:
+        """Of one program on a device kind."""
+        self.device = device
+        self.model = cycles.model(device.kind)
+        self.copied = 0.0
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Seconds of one execution of a kernel."""
+        if self.device.measured and kernel.flops:
+            moving = roofline_seconds(0.0, kernel.bytes, "f32", self.device, kernels=0)
+            return max(moving, self._measured(kernel)) + kernel.launches * self.device.kernel_overhead
+        if self.model is None:
+            return roofline(kernel, self.device)
+        if kernel.copies:
+            self.copied += kernel.bytes
+            return 0.0
+        moved, self.copied = kernel.bytes + self.copied, 0.0
+        if kernel.registers is None or not kernel.launches:
+            return max(roofline(kernel, self.device), moved / self.device.reachable_bandwidth)
+        return cycles.kernel_seconds(kernel.registers, moved, self.model.constants, self.device)
+
+    def _measured(self, kernel: Kernel) -> float:
+        """Seconds of the products of a kernel on a GPU that was measured, without a launch."""
+        dtype, flops = max(kernel.flops.items(), key=lambda item: item[1])
+        if kernel.attention is not None:
+            of = kernel.attention
+            return measured.fused_seconds(of.sizes, of.form, flops, of.forward, dtype, self.device)
+        if kernel.registers is None or not kernel.registers.products:
+            return flops / self.device.reachable_flops(dtype)
+        return sum(
+            measured.matrices_seconds(round(one.batch), round(one.m), round(one.n), round(one.k), dtype, self.device)
+            for one in kernel.registers.products
+        )
+
+
+def roofline(kernel: Kernel, device: Device) -> float:
     """Seconds of one execution of a kernel: its roofline plus its launch."""
     if not kernel.flops:
         return roofline_seconds(0.0, kernel.bytes, "f32", device, kernels=kernel.launches)
@@ -55,6 +94,7 @@ class _Schedule:
         self.device = device
         self.reader = Reader(module, mesh, family)
         self.work = Work(module, family == "tpu")
+        self.clock = Clock(device)
 
     def run(self, name: str, now: float, free: float) -> tuple[float, float]:
         """Simulate a computation from `now`, with links free from `free` on; returns both times at its end."""
@@ -91,5 +131,5 @@ class _Schedule:
                 now = max(now, ends.get(instruction.operands[0], now))
             elif fused is not None and fused[0] == "done" and fused[1] is not None:
                 now = max(now, ends.get(fused[1], now))
-            now += sum(kernel_seconds(kernel, self.device) for kernel in self.work.at(computation, instruction))
+            now += sum(self.clock.seconds(kernel) for kernel in self.work.at(computation, instruction))
         return now, free

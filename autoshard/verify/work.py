@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 from autoshard.attention.form import Form
 from autoshard.cost.machine.compute import taps_on_input
+from autoshard.cost.machine.cycles import Done
 from autoshard.dtypes import DTYPES
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module, aten_index, parse_hlo
+from autoshard.verify.registers import registers
 from autoshard.verify.targets import Family
 
 # Ops without a kernel: names, views, the done halves of async ops (their starts count), and control flow.
@@ -20,6 +22,7 @@ _FREE = frozenset(
     opt-barrier domain""".split()  # noqa: SIM905
 )
 _FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"})
+_FUSED_ATTENTION = "__cudnn$fmha"
 _MOSAIC = "tpu_custom_call"
 _FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"')
 _BODY = re.compile(r'"body":"([^"]*)"')
@@ -33,6 +36,26 @@ _DTYPE_NAMES = {dtype.hlo: dtype.name for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
+class Attention:
+    """A fused attention kernel of a GPU.
+
+    Attributes:
+        sizes: batch, heads, kv_heads, queries, keys, features of keys and of values.
+    """
+
+    sizes: tuple[int, ...]
+    form: Form
+    forward: bool
+
+    @property
+    def flops(self) -> float:
+        """Two products of the forward kernel, five of the backward one, over the scores that the mask leaves."""
+        batch, heads, _, queries, keys, features, values = self.sizes
+        products = features + values if self.forward else 3 * features + 2 * values
+        return 2.0 * batch * heads * self.form.attended(queries, keys) * products
+
+
+@dataclass(frozen=True)
 class Kernel:
     """One top-level op or fusion of a compiled program.
 
@@ -43,6 +66,9 @@ class Kernel:
         count: executions per step.
         launches: 1, or 0 for an async copy, and on a TPU for scalar-unit work.
         aten: index of the aten op in its metadata, or None.
+        attention: if it is a fused attention of a GPU.
+        registers: what its units do; None of loops and calls that are timed otherwise.
+        copies: whether it is an async copy, which other kernels run beside.
     """
 
     name: str
@@ -51,6 +77,9 @@ class Kernel:
     count: int = 1
     launches: int = 1
     aten: int | None = None
+    attention: Attention | None = None
+    registers: Done | None = field(default=None, repr=False)
+    copies: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +154,9 @@ class Work:
                 count,
                 0 if opcode in ASYNC_COPIES or self.is_scalar(computation, instruction) else 1,
                 aten_index(instruction.op_name),
+                self.attention(computation, instruction),
+                registers(self.module, self.flops, computation, instruction),
+                opcode in ASYNC_COPIES,
             )
 
     def is_scalar(self, computation: Computation, instruction: Instruction) -> bool:
@@ -144,6 +176,13 @@ class Work:
         )
 
     # ---- FLOPs
+
+    @staticmethod
+    def attention(computation: Computation, instruction: Instruction) -> Attention | None:
+        """What a call of a GPU's attention kernel computes; None of anything else."""
+        if not instruction.target.startswith(_FUSED_ATTENTION):
+            return None
+        return fused_attention(instruction, _shapes(computation, instruction))
 
     def flops(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
         """dtype -> FLOPs of the dots and convolutions in an instruction and its nested computations."""
@@ -355,18 +394,19 @@ def _nth(text: str | None, i: int, default: str) -> str:
     return text.split("x")[i] if text else default
 
 
-def _attention_flops(instruction: Instruction, shapes: Sequence[ArrayShape]) -> float:
-    """Two products of cuDNN's forward kernel, five of its backward one, over the scores that its mask leaves."""
+def fused_attention(instruction: Instruction, shapes: Sequence[ArrayShape]) -> Attention:
+    """What cuDNN's attention kernel computes, of its operands' shapes."""
     batch, heads, queries, features = shapes[0].dims
-    keys, values = shapes[1].dims[2], shapes[2].dims[3]
+    _, kv_heads, keys, _ = shapes[1].dims
+    values = shapes[2].dims[3]
     window = re.search(r'"sliding_window_length": ?"?(\d+)', instruction.rest)
     form = Form(
         1.0,
         re.search(r'"mask_type": ?"CAUSAL"', instruction.rest) is not None,
         int(window[1]) or None if window else None,
     )
-    products = 3 * features + 2 * values if "Backward" in instruction.target else features + values
-    return 2.0 * batch * heads * form.attended(queries, keys) * products
+    sizes = (batch, heads, kv_heads, queries, keys, features, values)
+    return Attention(sizes, form, "Backward" not in instruction.target)
 
 
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
@@ -385,8 +425,8 @@ def _library_flops(computation: Computation, instruction: Instruction) -> tuple[
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]
         return _wider(shapes), 2.0 * instruction.shapes[0].elements * math.prod(shapes[0].dims[dim] for dim in dims)
-    if target.startswith("__cudnn$fmha"):
-        return _wider(shapes), _attention_flops(instruction, shapes)
+    if target.startswith(_FUSED_ATTENTION):
+        return _wider(shapes), fused_attention(instruction, shapes).flops
     if target.startswith("__cudnn$conv") and len(shapes) > 1:
         # dim_labels are the forward convolution's; which of its arrays the operands and the result are, differs.
         result = instruction.shapes[0]

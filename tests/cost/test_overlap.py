@@ -6,6 +6,7 @@ import pytest
 
 import autoshard
 from autoshard.cost.machine.collectives import Collective
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.overlap import overlapped
 from autoshard.cost.predict import predict
 from autoshard.graph.groups import fusion_groups
@@ -38,7 +39,7 @@ def step() -> Graph:
 def seconds(graph: Graph, collectives: list[Collective], times: list[float]) -> float:
     """The overlapped step of groups of one second each."""
     groups = fusion_groups(graph)
-    return overlapped(graph, groups, [1.0] * len(groups.groups), collectives, times)
+    return overlapped(graph, groups, [1.0] * len(groups.groups), collectives, times, load_device("tpu-v5e"))
 
 
 def test_weights_are_gathered_ahead_and_gradients_summed_behind(step: Graph) -> None:

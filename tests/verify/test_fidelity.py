@@ -10,7 +10,7 @@ from autoshard.mesh import AxisPart, Mesh
 from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.fidelity import fidelity
 from autoshard.verify.judge import judged
-from autoshard.verify.schedule import collective_seconds, kernel_seconds
+from autoshard.verify.schedule import collective_seconds, roofline
 from autoshard.verify.work import CompiledWork, Kernel
 
 MODEL, DATA, BOTH = ("model",), ("data",), ("data", "model")
@@ -133,7 +133,7 @@ def test_judged_is_collectives_and_kernels_one_after_the_other():
     assert found.communication_s == pytest.approx(3 * seconds("all-gather", MODEL, 1 << 20, mesh, device))
     assert found.step_time_s == found.compute_s + found.communication_s
     assert (found.flops, found.collective_bytes, found.memory_bytes) == (8e12, 3 << 20, 5)
-    assert kernel_seconds(kernels[0], device) == pytest.approx(dot)
+    assert roofline(kernels[0], device) == pytest.approx(dot)
 
 
 def test_parts_of_axes_and_rare_kinds_cost_as_what_they_resemble():

@@ -30,6 +30,9 @@ from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.device import Device
 from autoshard.cost.passes import Passes
 
+Traffic = tuple[Mapping[int, float], Mapping[int, float]]
+"""Array -> bytes that move beside a kernel's products, and bytes that stand for work after them."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -152,6 +155,14 @@ class Backend:
     def layouts(self, program: Lowered) -> Mapping[int, Callable[[tuple[int, ...]], int]]:
         """Arrays in layouts that may pad them -> elements, padding included, under a shape of their rank."""
         return {}
+
+    def kernel_seconds(self, compiled: Compiled) -> list[float | None]:
+        """Per kernel its seconds, copies included, by a model of this compiler's kernels; None: the roofline's."""
+        return [None] * len(compiled.kernels)
+
+    def timed_as_traffic(self, compiled: Compiled) -> Sequence[Traffic]:
+        """Per kernel the bytes whose transfer takes as long as the kernel does."""
+        return [(touched, {}) for touched in compiled.touched]
 
     def early_seconds(self, compiled: Compiled) -> float:
         """Seconds of extra copies in a program with any all-gather."""

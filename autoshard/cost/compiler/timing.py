@@ -1,10 +1,11 @@
-"""Seconds of a device's scheduled program: its kernels, by rooflines or as measured, and its combined collectives."""
+"""Seconds of a device's scheduled program: its kernels, by rooflines or models, and its combined collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from autoshard.cost.compiler.backend import Compiled
+from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
 from autoshard.cost.machine.collectives import Collective, seconds
@@ -16,14 +17,20 @@ from autoshard.mesh import Mesh
 
 
 def kernel_seconds(compiled: Compiled, device: Device, library: Library = matrix_seconds) -> list[float]:
-    """Per kernel in order its roofline, with copies to and from on-chip memory; 0 for collectives.
+    """Per kernel in order its seconds, with copies to and from on-chip memory; 0 for collectives.
 
     Args:
         library: seconds of products and attention on a device that was measured.
     """
     steps = compiled.program.steps
     found = []
-    for kernel, touched, copied in zip(compiled.kernels, compiled.touched, compiled.copied, strict=True):
+    modelled = backend_of(device).kernel_seconds(compiled)
+    for kernel, known, touched, copied in zip(
+        compiled.kernels, modelled, compiled.touched, compiled.copied, strict=True
+    ):
+        if known is not None:
+            found.append(known)
+            continue
         copying = roofline_seconds(0.0, sum(copied.values()), "f32", device, kernels=0)
         if kernel.kind in COLLECTIVES:
             found.append(copying)

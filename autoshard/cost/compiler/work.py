@@ -9,7 +9,7 @@ this module attributes its kernels' work to groups and values.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,11 +59,13 @@ class Works:
         kept: if sums are local to a device.
         summed: if all sums are all-reduced, which ends a kernel. Parameter gradients are all-reduced in both.
         layouts: values in layouts that may pad them -> elements of a shape, padding included.
+        stored: values that a kernel stores; all others are computed in the kernels that read them.
     """
 
     kept: tuple[GroupWork, ...]
     summed: tuple[GroupWork, ...]
     layouts: Mapping[Value, Callable[[tuple[int, ...]], int]] = field(default_factory=dict, repr=False)
+    stored: Set[Value] = field(default_factory=frozenset, repr=False)
 
 
 def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dict[int, Works]:
@@ -83,11 +85,13 @@ def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dic
     attributed = _Attribution(program, graph, groups, device)
     layouts = {attributed.origin[array]: elements for array, elements in laid.items()}
     kept, all_reduced = (each.works(one) for each, one in zip(shared, compiled, strict=True))
-    found = {mesh.size: Works(kept, all_reduced, layouts)}
+    origins = (shared[0].origin.get(array) for kernel in compiled[0].kernels for array in kernel.writes)
+    stored = {value for value in origins if value is not None}
+    found = {mesh.size: Works(kept, all_reduced, layouts, stored)}
     if device.on_chip_bytes and mesh.size > 1:
         backend = backend_of(device)
         kept, all_reduced = (each.works(backend.placed(one)) for each, one in zip(shared, compiled, strict=True))
-        found[1] = Works(kept, all_reduced, layouts)
+        found[1] = Works(kept, all_reduced, layouts, stored)
     return found
 
 
@@ -175,15 +179,17 @@ class _Attribution:
         self.products: list[dict[Value, float]] = [{} for _ in self.groups.groups]
         self.other: list[dict[Value, float]] = [{} for _ in self.groups.groups]
         self.launches = [0.0] * len(self.groups.groups)
-        for kernel, touched in zip(compiled.kernels, compiled.touched, strict=True):
+        traffic = backend_of(self.device).timed_as_traffic(compiled)
+        for kernel, (beside, after) in zip(compiled.kernels, traffic, strict=True):
             if kernel.steps:
-                self._kernel(kernel, touched)
+                self._kernel(kernel, beside)
+                self._after(kernel, after)
         parts = zip(self.products, self.other, self.launches, strict=True)
         return tuple(GroupWork(*each) for each in parts)
 
-    def _kernel(self, kernel: Kernel, touched: Mapping[int, int]) -> None:
+    def _kernel(self, kernel: Kernel, touched: Mapping[int, float]) -> None:
         steps = self.program.steps
-        found: dict[int, Counter[Value]] = {}
+        found: dict[int, defaultdict[Value, float]] = {}
         left = dict(touched)
         writes = frozenset(kernel.writes)
         for number in kernel.steps:
@@ -194,7 +200,7 @@ class _Attribution:
             if group is None:
                 continue
             if group not in found:
-                found[group] = Counter()
+                found[group] = defaultdict(float)
             mine = found[group]
             for place, array in enumerate(step.reads):
                 if array in left and array not in writes:
@@ -210,7 +216,22 @@ class _Attribution:
                 self.launches[root] += 1
         self._share(kernel, found)
 
-    def _share(self, kernel: Kernel, found: Mapping[int, Counter[Value]]) -> None:
+    def _after(self, kernel: Kernel, sizes: Mapping[int, float]) -> None:
+        """Bytes that stand for work after a kernel's products, each of the group that makes the array."""
+        for number in kernel.steps if sizes else ():
+            step = self.program.steps[number]
+            group = self.groups.of.get(step.op)
+            for array in step.writes:
+                if array in sizes and group is not None:
+                    self._add(self.other[group], self._local(self.origin[array], step), sizes[array])
+
+    def _add(self, into: dict[Value, float], value: Value, size: float) -> None:
+        kind = self.graph.type_of(value)
+        total = math.prod(kind.shape) * dtype_bytes(kind.dtype)
+        if total:
+            into[value] = into.get(value, 0.0) + size / total
+
+    def _share(self, kernel: Kernel, found: Mapping[int, Mapping[Value, float]]) -> None:
         """Traffic of other groups in a contraction's kernel counts as far as it makes the kernel slower."""
         steps = self.program.steps
         head = next((steps[number] for number in kernel.steps if steps[number].flops), None)
@@ -218,17 +239,14 @@ class _Attribution:
         scale = 1.0
         if head is not None and owner is not None:
             work = roofline_seconds(kernel.flops, 0.0, operand_dtype(kernel, self.program), self.device, kernels=0)
-            own = self._seconds(found.get(owner, Counter()))
+            own = self._seconds(found.get(owner, {}))
             beside = sum(self._seconds(each) for group, each in found.items() if group != owner)
             if beside:
                 scale = (max(work, own + beside) - max(work, own)) / beside
         for group, each in found.items():
             into = self.products[group] if group == owner else self.other[group]
             for value, size in each.items():
-                kind = self.graph.type_of(value)
-                total = math.prod(kind.shape) * dtype_bytes(kind.dtype)
-                if total:
-                    into[value] = into.get(value, 0.0) + (1.0 if group == owner else scale) * size / total
+                self._add(into, value, size if group == owner else scale * size)
 
     def _inputs(self, group: int) -> frozenset[Value]:
         """Operands of a group; may be thousands of values."""
@@ -236,7 +254,7 @@ class _Attribution:
             self.inputs[group] = frozenset(self.groups.groups[group].inputs)
         return self.inputs[group]
 
-    def _seconds(self, sizes: Counter[Value]) -> float:
+    def _seconds(self, sizes: Mapping[Value, float]) -> float:
         return roofline_seconds(0.0, sum(sizes.values()), "f32", self.device, kernels=0)
 
     def _read(self, step: Step, place: int) -> Value:

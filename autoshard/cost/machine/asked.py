@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from autoshard.attention.form import Form
-from autoshard.cost.machine import collectives
+from autoshard.cost.machine import collectives, cycles
 from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import KIND_ALIASES, Device, load_device
 from autoshard.cost.machine.fused_attention import Shape
@@ -18,7 +18,7 @@ from autoshard.dtypes import dtype_bytes, is_dtype
 from autoshard.errors import AutoshardError
 from autoshard.mesh import Mesh
 
-Level = Literal["measured", "ratio", "datasheet"]
+Level = Literal["measured", "compiler", "ratio", "datasheet"]
 
 SPREAD = {"matmul": 2.0, "attention": 10.0, "collective": 2.2}
 """By which factor a datasheet's roofline may be off: nine of ten rows of A100, H100, H200 and B200 lie within."""
@@ -36,9 +36,9 @@ class Estimate:
 
     Attributes:
         seconds: in all, with its launch.
-        low, high: seconds between which nine of ten measurements lie, by errors on what was not fitted.
-        level: `measured` (a model fitted to measured kernels of this kind), `ratio` (of measured ones, by datasheet
-            ratios), `datasheet` (a roofline, or the links' bandwidth).
+        low, high: seconds between which nine of ten measurements, or estimates, lie, by errors on what was not fitted.
+        level: `measured` (a model fitted to measured kernels of this kind), `compiler` (to the estimates of the kind's
+            own compiler), `ratio` (measured ones, by datasheet ratios), `datasheet` (a roofline, the links' bandwidth).
         source: the same in words.
     """
 
@@ -97,6 +97,9 @@ def _matmul(op: str, of: _Sizes) -> Estimate:
     known = measured(of.device.measured)
     if known is None:
         moved = dtype_bytes(of.dtype) * batch * (m * k + k * n + m * n)
+        model = cycles.model(of.device.kind)
+        if model is not None and of.dtype in ("bf16", "f32"):
+            return _compilers(batch, m, n, k, moved, model, of)
         return _datasheet(roofline_seconds(2.0 * batch * m * n * k, moved, of.dtype, of.device), "matmul", of.device)
     beyond = max(m, n, k) > known.most["products"]
     row = "products-beyond" if beyond else "products-small" if m < 256 else "products-pairs"
@@ -167,6 +170,14 @@ def _fitted(seconds: float, of: _Sizes, known: Measured, row: str, what: str, cl
     off = known.errors[row]["p90"]
     source = f"a model fitted to {what}s measured on {base}; {off:.0%} is the 90th percentile of its errors on others"
     return Estimate(seconds, seconds / (1 + off), seconds / (1 - min(off, 0.9)), "measured", source)
+
+
+def _compilers(batch: int, m: int, n: int, k: int, moved: float, model: cycles.Model, of: _Sizes) -> Estimate:
+    """Of one product whose operands and result are in device memory."""
+    done = cycles.Done((cycles.Products(batch, m, n, k, dtype_bytes(of.dtype) < 4),))
+    found, off = cycles.kernel_seconds(done, moved, model.constants, of.device), model.errors["products"]["p90"]
+    source = f"a model fitted to estimates of libtpu {model.version}; {off:.0%} is the 90th percentile of its errors"
+    return Estimate(found, found / (1 + off), found / (1 - min(off, 0.9)), "compiler", source)
 
 
 def _datasheet(seconds: float, what: str, device: Device) -> Estimate:

@@ -12,9 +12,10 @@ import numpy as np
 
 from autoshard.attention.form import FORWARD, Form
 from autoshard.attention.form import KINDS as ATTENTIONS
-from autoshard.cost.machine import fused_attention, products
+from autoshard.cost.machine import cycles, fused_attention, products
 from autoshard.cost.machine.device import Device, measured_document
 from autoshard.cost.machine.fused_attention import Shape
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.contraction import matrices
 from autoshard.graph.ops import Op
 
@@ -97,10 +98,20 @@ def product_seconds(batch: int, m: int, n: int, k: int, dtype: str, device: Devi
     return float(products.product_seconds(b, rows, columns, depth, _of(device).products, device, dtype)[0])
 
 
+def matrices_seconds(batch: int, m: int, n: int, k: int, dtype: str, device: Device) -> float:
+    """`product_seconds` without the launch."""
+    return product_seconds(batch, m, n, k, dtype, device) - _of(device).products.launch
+
+
 @lru_cache(maxsize=1 << 15)
 def attention_seconds(shape: Shape, dtype: str, device: Device) -> float:
     """Seconds of a fused attention, forward, with its launch, on a device that was measured."""
     return float(fused_attention.attention_seconds(shape, _of(device).of_head(shape.features), device, dtype))
+
+
+def is_timed(op: Op, device: Device) -> bool:
+    """Whether more is known of an op's seconds on a device than its FLOP."""
+    return op.kind in TIMED if device.measured else op.kind == "dot_general" and cycles.model(device.kind) is not None
 
 
 def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype: str, device: Device) -> float:
@@ -113,22 +124,33 @@ def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype:
         shapes: of the operands of one device; empty if unknown.
         flops: of that device.
     """
-    if not device.measured or not shapes or not flops or op.kind not in TIMED:
+    if not shapes or not flops or not is_timed(op, device):
         return flops / device.reachable_flops(dtype)
+    if not device.measured:
+        narrow = dtype_bytes(op.results[0].dtype) < 4
+        return cycles.product_seconds(*matrices(tuple(shapes[0]), tuple(shapes[1]), op.attrs), narrow, device)
     if op.kind == "dot_general":
-        return (
-            product_seconds(*matrices(tuple(shapes[0]), tuple(shapes[1]), op.attrs), dtype, device)
-            - _of(device).products.launch
-        )
+        return matrices_seconds(*matrices(tuple(shapes[0]), tuple(shapes[1]), op.attrs), dtype, device)
     (batch, kv_heads, group, queries, features), (*_, keys, _), (*_, value_features) = shapes[:3]
-    heads, form = kv_heads * group, Form.of(op.attrs)
-    forward = 2 * (features + value_features)
-    own = forward if op.kind == FORWARD else 2 * (3 * features + 2 * value_features)
+    sizes = (batch, kv_heads * group, kv_heads, queries, keys, features, value_features)
+    return fused_seconds(sizes, Form.of(op.attrs), flops, op.kind == FORWARD, dtype, device)
+
+
+def fused_seconds(sizes: tuple[int, ...], form: Form, flops: float, forward: bool, dtype: str, device: Device) -> float:
+    """Seconds of one device's fused attention, without its launch, on a device that was measured.
+
+    Args:
+        sizes: batch, heads, kv_heads, queries, keys, features of keys and of values.
+        flops: of all its products.
+    """
+    batch, heads, kv_heads, queries, keys, features, value_features = sizes
+    of_forward = 2 * (features + value_features)
+    own = of_forward if forward else 2 * (3 * features + 2 * value_features)
     longest = keys if form.window is None else min(keys, form.window * (1 if form.causal else 2))
     size = (features + value_features) / 2
     shape = Shape(batch, heads, kv_heads, queries, keys, size, flops / (batch * heads * own), longest)
     alone = attention_seconds(shape, dtype, device) - _of(device).of_head(size).launch
-    return alone * own / forward
+    return alone * own / of_forward
 
 
 def _of(device: Device) -> Measured:

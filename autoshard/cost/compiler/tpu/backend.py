@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import cache, partial
 from typing import ClassVar
 
-from autoshard.cost.compiler.backend import Backend, Compiled, Placement
+from autoshard.cost.compiler.backend import Backend, Compiled, Placement, Traffic
 from autoshard.cost.compiler.kernels import Fusion, Kernel
 from autoshard.cost.compiler.lowered import ROUNDING, Array, Lowered, Step
 from autoshard.cost.compiler.multi_output import merged_outputs
@@ -26,7 +26,7 @@ from autoshard.cost.compiler.schedule import (
     greedy,
     summed_over,
 )
-from autoshard.cost.compiler.tpu import rewrite, strips
+from autoshard.cost.compiler.tpu import rewrite, strips, units
 from autoshard.cost.compiler.tpu.conv_loops import allocated_early
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, convolves, reads_from_memory
 from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
@@ -48,6 +48,7 @@ from autoshard.cost.compiler.tpu.strip_widths import (
     strip_widths,
     with_images_apart,
 )
+from autoshard.cost.machine import cycles
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.passes import Passes
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
@@ -206,6 +207,24 @@ class CoarseTpuBackend(Backend):
             and bool(found.shape)
             and any(program.steps[reader].kind == "slice" for reader in found.readers)
         )
+
+    def kernel_seconds(self, compiled: Compiled) -> list[float | None]:
+        """By libtpu's own estimates, for kinds that `cycles.toml` has."""
+        model = cycles.model(self.device.kind)
+        if model is None:
+            return super().kernel_seconds(compiled)
+        moved = [
+            float(sum(touched.values()) + sum(copied.values()))
+            for touched, copied in zip(compiled.touched, compiled.copied, strict=True)
+        ]
+        return units.kernel_seconds(compiled.kernels, moved, compiled.program, model, self.device)
+
+    def timed_as_traffic(self, compiled: Compiled) -> Sequence[Traffic]:
+        """See `units.as_traffic`."""
+        model = cycles.model(self.device.kind)
+        if model is None:
+            return super().timed_as_traffic(compiled)
+        return units.as_traffic(compiled, self.kernel_seconds(compiled), model, self.device)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement:
         """Memory space assignment, the rest in a heap; arguments stay on chip where there is room."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.cost.compiler.tpu.gathers import JOINED
+from autoshard.cost.machine import cycles
 from tests.cost.few_ops import compiled_for, f32, ids
 
 pytest.importorskip("libtpu")
@@ -31,6 +32,13 @@ def kept(table: jax.Array, lookups: jax.Array, x: jax.Array) -> tuple[jax.Array,
     return found, jnp.einsum("tfh,th->tf", found, x)
 
 
+@pytest.fixture
+def rooflines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels at their rooflines, predicted and compiled: seconds then tell kernels and traffic apart."""
+    monkeypatch.setattr(cycles, "model", lambda kind: None)
+
+
+@pytest.mark.usefixtures("rooflines")
 @pytest.mark.parametrize(
     ("target", "row", "lookups", "function", "pieces", "joined"),
     [

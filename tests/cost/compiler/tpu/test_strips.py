@@ -107,6 +107,7 @@ def test_gathers_that_bring_about_copies_must_be_worth_it(
     made = {gathers: formulate(graph, mesh, load_device("tpu-v5e"), gathers=gathers) for gathers in chosen}
     monkeypatch.setattr(one_mesh, "formulated", lambda *arguments, gathers=True: made[gathers])
     monkeypatch.setattr(one_mesh, "REPRICED", 0)
+    monkeypatch.setattr(one_mesh, "HIDDEN", 0.0)
 
     def decided(formulation: Formulation, *_: object) -> Decision:
         asked.append(formulation is made[True])
@@ -119,7 +120,7 @@ def test_gathers_that_bring_about_copies_must_be_worth_it(
     # The copies count twice: a plan without them that is slower by less than they take is taken.
     gathered = predict(graph, split, mesh)
     early = early_seconds(gathered.compiled, load_device("tpu-v5e"))
-    slower = replace(gathered, step_time_s=gathered.step_time_s + early / 2)
+    slower = replace(gathered, overlapped_s=gathered.overlapped_s + early / 2)
     chosen[False] = moved
     monkeypatch.setattr(
         one_mesh,

@@ -1,0 +1,228 @@
+"""Seconds of a TPU's kernels, by a model fitted to the estimates that libtpu writes into its programs (`cycles.toml`).
+
+The matrix units work through a product in output tiles of 8 x 128, each with a pass per 128 (v6e: 256) contracted
+elements; bf16 results are packed on the way out, operands loaded. The vector unit works through all other arrays tile
+by tile. A kernel takes about the longer of that and of its traffic to device memory.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.cost.machine.device import Device
+
+Array = npt.NDArray[np.float64]
+
+TILE = 1024
+"""Elements of a vector register: 8 sublanes of 128 lanes."""
+
+CLASSES = ("tiles", "read", "written", "simple", "slow", "converted", "moved", "summed_lanes", "summed_rows")
+"""What the vector unit's time is a sum of, all in registers: elements of a kernel's largest array, 4 kB read and
+written, results of ops by their kind, operands of sums over the minor-most dim and over others."""
+
+_SLOW = frozenset(
+    """exponential exponential_minus_one log log_plus_one logistic tanh erf erf_inv power sqrt rsqrt cbrt atan2 tan sine
+    cosine divide remainder""".split()  # noqa: SIM905
+)
+_MOVED = frozenset("transpose copy concatenate pad slice reverse reshape partition_slice".split())  # noqa: SIM905
+_FREE = frozenset(
+    """argument parameter constant bitcast broadcast broadcast_in_dim iota tuple get_tuple_element convolution dot
+    dot_general fusion dynamic_slice dynamic_update_slice gather scatter sort reduce reduce_window custom_call
+    bitcast_convert optimization_barrier""".split()  # noqa: SIM905
+)
+
+
+def class_of(kind: str) -> str | None:
+    """The class of an op by its StableHLO kind; None for one that the vector unit spends no time on."""
+    if kind in _FREE:
+        return None
+    if kind == "convert":
+        return "converted"
+    return "slow" if kind in _SLOW else "moved" if kind in _MOVED else "simple"
+
+
+@dataclass(frozen=True)
+class Products:
+    """`batch` products [m, k] x [k, n]; of a convolution, all taps of a window count as contracted.
+
+    Attributes:
+        narrow: whether the result is in bf16.
+    """
+
+    batch: float
+    m: float
+    n: float
+    k: float
+    narrow: bool
+    convolution: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What one kernel does.
+
+    Attributes:
+        products: of its matrix units.
+        vector: on a TPU class -> registers, of `CLASSES`.
+    """
+
+    products: tuple[Products, ...]
+    vector: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The model of one device kind; cycles unless said otherwise.
+
+    Attributes:
+        start, product_start, narrow_start: per kernel, without a product, with one, with one of a bf16 result.
+        wait: further, of a product that moves anything from or to device memory.
+        sharp: exponent of the norm that stands for "the longer of" passes and stores.
+        window: bytes that a kernel moves before it computes anything; others move beside that.
+        memory: share of the datasheet's bandwidth.
+        rate: passes take so many times the datasheet's FLOP.
+        lanes: side of a matrix unit.
+        packed, packed_near: per register of a result in bf16, of a kernel that uses device memory, and of another.
+        loaded, weights: per register of either operand.
+        stored: per register of an f32 result, at least.
+        vector: per register of each of `CLASSES`; `fused`: of slow ops in a kernel with a product, whose other ops
+            take no time.
+    """
+
+    start: float
+    product_start: float
+    narrow_start: float
+    wait: float
+    sharp: float
+    window: float
+    memory: float
+    rate: float
+    lanes: int
+    packed: float
+    packed_near: float
+    stored: float
+    loaded: float
+    weights: float
+    vector: tuple[float, ...]
+    fused: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """The constants of a kind, the libtpu they are of, and errors on what they were not fitted to, in words."""
+
+    constants: Constants
+    version: str
+    errors: Mapping[str, Mapping[str, float]]
+
+
+def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
+    """Cycles of products, without their traffic, [products].
+
+    Args:
+        sizes: [6, products]: how many of [m, k] x [k, n], m, n, k, whether results are bf16, and whether the kernel
+            uses device memory.
+    """
+    batch, m, n, k, narrow, away = sizes
+    lanes = constants.lanes
+    rate = device.peak_flops("bf16") / device.clock / 2 / TILE
+    depth = _whole(k, lanes)
+    out = np.where(narrow > 0, np.where(away > 0, constants.packed, constants.packed_near), constants.stored)
+
+    def turned(rows: Array, columns: Array) -> Array:
+        high, wide = _whole(rows, 8), _whole(columns, lanes)
+        tile = _longer(constants.rate * depth / rate, out, constants.sharp)
+        return np.asarray(
+            (high * wide * tile + high * depth * constants.loaded + wide * depth * constants.weights) / TILE
+        )
+
+    return np.asarray(batch * np.minimum(turned(m, n), turned(n, m)))
+
+
+def kernel_cycles(
+    products: Array, narrow: Array, registers: Array, moved: Array, constants: Constants, device: Device
+) -> Array:
+    """Cycles of kernels, arrays [kernels].
+
+    Args:
+        products: cycles of a kernel's products; 0 without one. `narrow`: whether any has a bf16 result.
+        registers: [kernels, classes], of `CLASSES`.
+        moved: bytes between a kernel and device memory.
+    """
+    has = products > 0
+    alone = registers @ np.array(constants.vector)
+    busy = np.where(has, products + registers[:, CLASSES.index("slow")] * constants.fused, alone)
+    first = np.where(narrow > 0, constants.narrow_start, constants.product_start) + constants.wait * (moved > 0)
+    first = np.where(has, first, constants.start)
+    return np.asarray(first + _beside(busy, moved, constants, device))
+
+
+def _beside(busy: Array, moved: Array, constants: Constants, device: Device) -> Array:
+    """Cycles of `busy` units beside traffic, the first window of which comes before."""
+    moving = moved / (device.memory_bandwidth * constants.memory) * device.clock
+    return np.asarray(np.maximum(busy, moving) + np.minimum(busy, moving) / (1 + moved / constants.window))
+
+
+def beside_traffic(seconds: Array, moved: Array, device: Device) -> Array:
+    """Seconds of products beside `moved` bytes of traffic; of a kind without a model, the longer of both."""
+    found = model(device.kind)
+    if found is None:
+        return np.asarray(np.maximum(seconds, moved / device.reachable_bandwidth))
+    return _beside(seconds * device.clock, moved, found.constants, device) / device.clock
+
+
+@lru_cache(maxsize=1 << 15)
+def product_seconds(batch: float, m: float, n: float, k: float, narrow: bool, device: Device) -> float:
+    """Seconds of `batch` products [m, k] x [k, n] in the matrix units, of a kernel that uses device memory."""
+    sizes = np.array([[batch], [m], [n], [k], [narrow], [True]], float)
+    return float(product_cycles(sizes, _constants(device), device)[0]) / device.clock
+
+
+def kernel_seconds(done: Done, moved: float, constants: Constants, device: Device) -> float:
+    """Seconds of one kernel; `moved`: bytes between it and device memory."""
+    sizes = np.array([[one.batch, one.m, one.n, one.k, one.narrow, moved > 0] for one in done.products], float)
+    products = product_cycles(sizes.T, constants, device).sum() if done.products else 0.0
+    registers = np.array([[done.vector.get(name, 0.0) for name in CLASSES]])
+    narrow = np.array([any(one.narrow for one in done.products)])
+    found = kernel_cycles(np.array([products]), narrow, registers, np.array([moved]), constants, device)
+    return float(found[0]) / device.clock
+
+
+@lru_cache
+def model(kind: str) -> Model | None:
+    """What was fitted to libtpu's estimates for devices of `kind`; None for a kind that nothing was."""
+    found = _document().get(kind)
+    if found is None:
+        return None
+    given = {each.name: found[each.name] for each in fields(Constants)}
+    given["vector"] = tuple(given["vector"][each] for each in CLASSES)
+    return Model(Constants(**given), found["version"], found["errors"])
+
+
+def _constants(device: Device) -> Constants:
+    found = model(device.kind)
+    assert found is not None, f"{device.name} has no model of cycles"
+    return found.constants
+
+
+@lru_cache
+def _document() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("cycles.toml").read_text())
+
+
+def _whole(size: Array, unit: int) -> Array:
+    return np.asarray(np.ceil(size / unit) * unit)
+
+
+def _longer(one: Array, other: Array, sharp: float) -> Array:
+    """About the larger of two times."""
+    most = np.maximum(np.maximum(one, other), 1e-30)
+    return np.asarray(most * (1 + (np.minimum(one, other) / most) ** sharp) ** (1 / sharp))

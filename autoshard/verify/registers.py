@@ -1,0 +1,127 @@
+"""What a compiled kernel gives a device's units to do, as `cost/machine/cycles.py` counts it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+from autoshard.cost.machine.cycles import TILE, Done, Products, class_of
+from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module
+
+LOOPS = frozenset(
+    """gather scatter sort reduce-window select-and-scatter custom-call rng-bit-generator while all-reduce all-gather
+    reduce-scatter all-to-all dynamic-update-slice""".split()  # noqa: SIM905
+)
+"""Opcodes that are timed otherwise, in a fusion too."""
+
+_PAGE = 4 * TILE
+"""Bytes of a register."""
+_MINOR = re.compile(r"\w+\[[\d,]*\]\{(\d+)")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_BATCH = re.compile(r'lhs_batch_dims=\{[\d,]*\}|"lhs_batch_dimensions":\[[^\]]*\]')
+_LIBRARY = ("__cublas$", "__onednn$matmul")
+_REDUCED = re.compile(r"dimensions=\{([\d,]*)\}")
+
+
+def registers(
+    module: Module,
+    flops: Callable[[Computation, Instruction], Mapping[str, float]],
+    computation: Computation,
+    kernel: Instruction,
+) -> Done | None:
+    """What a top-level instruction or fusion does; None where it is timed otherwise.
+
+    Args:
+        flops: dtype -> FLOP of an instruction's products.
+    """
+    vector: defaultdict[str, float] = defaultdict(float)
+    products = []
+    largest = max(kernel.shapes, key=lambda shape: shape.elements, default=None)
+    narrow = largest is not None and largest.bytes < 4 * largest.elements
+    for inside, one in _inside(module, computation, kernel):
+        call = one.opcode == "custom-call" and one.target.startswith(_LIBRARY)
+        if one.opcode in LOOPS and not call:
+            return None
+        if one.opcode == "dot" or call:
+            products.append(_matrices(sum(flops(inside, one).values()), inside, one, narrow))
+        elif one.opcode == "convolution":
+            found = _products(sum(flops(inside, one).values()), inside, one, narrow)
+            if found is None:
+                return None
+            products.append(found)
+        elif one.opcode == "reduce":
+            source = inside.instructions[one.operands[0]]
+            lanes = _minor(source) in _reduced(one)
+            vector["summed_lanes" if lanes else "summed_rows"] += _registers(source.shapes[0])
+        elif one.shapes and (kind := class_of(one.opcode.replace("-", "_"))) is not None:
+            vector[kind] += _registers(one.shapes[0])
+    operands = [inner for name in kernel.operands if (inner := computation.instructions.get(name)) is not None]
+    read = [shape for one in operands for shape in one.shapes]
+    vector["tiles"] = max(map(_registers, (*read, *kernel.shapes)), default=0.0)
+    vector["read"] = sum(shape.stored_bytes for shape in read) / _PAGE
+    vector["written"] = sum(shape.stored_bytes for shape in kernel.shapes) / _PAGE
+    return Done(tuple(products), dict(vector))
+
+
+def _inside(module: Module, computation: Computation, kernel: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """The instructions of a fusion, nested fusions included; of anything else itself."""
+    if kernel.opcode != "fusion":
+        yield computation, kernel
+        return
+    for name in kernel.called:
+        inner = module.computations[name]
+        for one in inner.instructions.values():
+            if one.opcode == "fusion":
+                yield from _inside(module, inner, one)
+            else:
+                yield inner, one
+
+
+def _registers(shape: ArrayShape) -> float:
+    return (shape.elements + shape.padding) / TILE
+
+
+def _minor(instruction: Instruction) -> int | None:
+    """The minor-most dim of an instruction's first result."""
+    found = _MINOR.search(instruction.shape_text)
+    return int(found[1]) if found else None
+
+
+def _reduced(reduce: Instruction) -> list[int]:
+    found = _REDUCED.search(reduce.rest)
+    return [int(dim) for dim in found[1].split(",") if dim] if found else []
+
+
+def _matrices(flops: float, computation: Computation, product: Instruction, narrow: bool) -> Products:
+    """The matrices of a dot, or of a library's call."""
+    operands, made = list(computation.operand_shapes(product)), product.shapes[0]
+    found = _BATCH.search(product.rest)
+    dims = [int(dim) for dim in re.findall(r"\d+", found[0])] if found else []
+    batch = math.prod(operands[0].dims[dim] for dim in dims)
+    contracted = flops / 2 / max(made.elements, 1)
+    columns = operands[1].elements / max(batch * contracted, 1)
+    return Products(batch, made.elements / max(batch * columns, 1), columns, contracted, narrow)
+
+
+def _products(flops: float, computation: Computation, product: Instruction, narrow: bool) -> Products | None:
+    """The matrices of a convolution, as libtpu writes products too: batch dims are windows as large as the dim."""
+    labels = _LABELS.search(product.rest)
+    operands = list(computation.operand_shapes(product))
+    made = product.shapes[0]
+    if labels is None or len(operands) < 2 or not made.elements:
+        return None
+    left, _, out = labels.groups()
+    window = _WINDOW.search(product.rest)
+    given = dict(item.split("=") for item in window[1].split()) if window else {}
+    batch, slides = 1, False
+    for place, size in enumerate(int(size) for size in given.get("size", "").split("x") if size):
+        reads, makes = operands[0].dims[left.index(str(place))], made.dims[out.index(str(place))]
+        if size == makes == reads:
+            batch *= size
+        else:
+            slides = slides or (size > 1 and makes > 1)
+    columns = made.dims[out.index("f")]
+    return Products(batch, made.elements / columns / batch, columns, flops / 2 / made.elements, narrow, slides)
