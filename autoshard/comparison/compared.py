@@ -94,11 +94,11 @@ class Comparison:
         raise KeyError(f"no plan {name!r} was compared; there are {', '.join(row.name for row in self.rows)}")
 
     def ratio(self, *, compiled: bool = False) -> float | None:
-        """Serial step time of `auto` over that of the best other plan that fits in memory.
+        """Overlapped step time of `auto` over that of the best other plan that fits in memory.
 
         None where `auto` or every other plan is missing.
         """
-        times = {row.name: each.step_time_s for row, each in self._figures(compiled) if self._fits(each)}
+        times = {row.name: each.overlapped_s for row, each in self._figures(compiled) if self._fits(each)}
         others = [seconds for name, seconds in times.items() if name != AUTO]
         return times[AUTO] / min(others) if AUTO in times and others else None
 

@@ -49,6 +49,7 @@ class Candidate:
         solver: bound and gap; None where nothing is proved.
         prices: how many times as long as formulated kernels and collectives take in the solver's figures
             (`Formulation.repriced`).
+        hidden: share of the collectives of weights that takes no time in these figures.
         decision: the solver's, where it made the annotations.
         graph: of the program, where several programs are planned (`remat.py`).
         remat: what was recomputed to find it, where that was left open.
@@ -62,14 +63,15 @@ class Candidate:
     memory: int | None = None
     solver: SolverInfo | None = None
     prices: tuple[float, float] = (1.0, 1.0)
+    hidden: float = 0.0
     decision: Decision | None = field(default=None, repr=False)
     graph: Graph | None = field(default=None, repr=False)
     remat: RematSearch | None = None
 
     @property
     def time(self) -> float:
-        """Predicted seconds of a step."""
-        return self.prediction.step_time_s
+        """Predicted seconds of a step, collectives of weights beside kernels: what candidates are compared by."""
+        return self.prediction.overlapped_s
 
     @property
     def fits(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.machine.device import load_device
+from autoshard.cost.overlap import overlaps, taken_share
 from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh, Spec, format_spec
@@ -78,6 +79,12 @@ def problem_on(
     return OneMesh(graph, mesh, options, hints, options.memory_on(mesh), seconds, goal, tuple(others))
 
 
+HIDDEN = 0.9
+"""The share of each collective of weights that runs beside kernels in the problem where they do."""
+FEW = 0.01
+"""Fraction of a step below which the two problems are one."""
+
+
 @dataclass(frozen=True)
 class OneMesh:
     """A graph on one mesh, to be solved under one memory limit or another.
@@ -98,18 +105,20 @@ class OneMesh:
     others: tuple[Carried, ...] = ()
 
     def candidate(self, limit: float | None) -> Candidate:
-        """The solver's choice under a limit of `limit` bytes per device.
+        """The solver's choice under a limit of `limit` bytes per device, the better of two by its prediction.
 
-        On a TPU, copies of activations run early beside gathers (`strips.py`), all of them as soon as there is one
-        gather: a cost that no edge can carry. So the problem is also solved without gathers, and the faster prediction
-        wins. These copies count twice in that comparison: the prediction covers only part of what follows from them.
+        One problem has all collectives in sequence with kernels, the other most of each gather of a weight and of each
+        sum of gradients beside them. On a TPU, copies of activations run early beside gathers (`strips.py`), all of
+        them as soon as there is one gather: a cost that no edge can carry. So the problem is also solved without
+        gathers, and the faster prediction wins. These copies count twice in that comparison: the prediction covers only
+        part of what follows from them.
         """
         settings = self.settings(limit)
-        found = self._solved(limit, settings)
+        found = self.better(self._formulated(limit), settings)
         early = backend_of(load_device(self.mesh.device)).early_seconds(found.prediction.compiled)
         if early:
             try:
-                other = self._solved(limit, settings, gathers=False)
+                other = self.better(self._formulated(limit, gathers=False), settings)
             except NoPlanError:  # a hint, or the memory limit, needs a gather
                 pass
             else:
@@ -122,44 +131,70 @@ class OneMesh:
         goal = self.goal if limit is None or limit == self.memory else math.inf
         return Settings(deadline, options.seed, options.backend, goal)
 
-    def _solved(self, limit: float | None, settings: Settings, *, gathers: bool = True) -> Candidate:
+    def _formulated(self, limit: float | None, *, gathers: bool = True) -> Formulation:
+        self.options.progress("strategies")
+        return formulated(self.graph, self.mesh, limit, self.hints, gathers=gathers)
+
+    def better(self, formulation: Formulation, settings: Settings) -> Candidate:
+        """The choice with collectives of weights beside kernels, or that in sequence if it is predicted faster.
+
+        The latter is looked for only where collectives of weights are a part of the step.
+        """
+        device = load_device(self.mesh.device)
+        if self.others:
+            formulation = formulation.repriced(*self.others[-1].prices)
+        share = HIDDEN * (1 - taken_share(device)) if overlaps(device) else 0.0
+        found = self._repriced(formulation, settings, share)
+        if not share or _hideable(formulation, found) <= FEW * found.time:
+            return found
+        try:
+            serial = self._repriced(formulation, replace(settings, goal=math.inf), 0.0, found)
+        except NoPlanError:  # out of time
+            return found
+        return serial if serial.time < found.time else found
+
+    def _repriced(
+        self, formulation: Formulation, settings: Settings, share: float, start: Candidate | None = None
+    ) -> Candidate:
         """The choice under prices that agree with its prediction, or one under prices before that is predicted faster.
 
         The solver prices groups one by one, the prediction follows the whole program. Where the objective differs, the
         problem is solved again with kernels and collectives each as much dearer as is predicted of its solution, if
         that can take as long as the first time.
+
+        Args:
+            share: of collectives of weights that takes no time.
         """
-        self.options.progress("strategies")
-        formulation = formulated(self.graph, self.mesh, limit, self.hints, gathers=gathers)
-        if self.others:
-            formulation = formulation.repriced(*self.others[-1].prices)
         began = time.perf_counter()
-        found = self._chosen(formulation, settings)
+        found = self._chosen(formulation, settings, share, start)
         latest = settings.deadline - (time.perf_counter() - began)
         for _ in range(REPRICED):
             assert found.solver is not None
             assert found.decision is not None
             objective, prediction = found.solver.objective, found.prediction
-            if abs(found.time - objective) <= AGREE * found.time or time.perf_counter() > latest:
+            serial = objective + share * _hideable(formulation, found)
+            step = prediction.step_time_s
+            if abs(step - serial) <= AGREE * step or time.perf_counter() > latest:
                 break
             kernels = formulation.kernel_seconds(found.decision.solution.choice)
-            rates = _rate(prediction.compute_s, kernels), _rate(prediction.communication_s, objective - kernels)
+            rates = _rate(prediction.compute_s, kernels), _rate(prediction.communication_s, serial - kernels)
             formulation = formulation.repriced(*rates)
-            again = self._chosen(formulation, settings, found)
+            again = self._chosen(formulation, settings, share, found)
             if again.time > found.time:
                 objective = rates[0] * kernels + rates[1] * (objective - kernels)
                 return replace(found, solver=_as_priced(again.solver, objective), prices=again.prices)
             found = again
         return found
 
-    def _chosen(self, formulation: Formulation, settings: Settings, before: Candidate | None = None) -> Candidate:
-        """The solver's choice; `before`: under other prices."""
+    def _chosen(
+        self, formulation: Formulation, settings: Settings, share: float, before: Candidate | None = None
+    ) -> Candidate:
+        """The solver's choice; `before`: of the same problem with other costs, to start from."""
         say = self.options.progress
         say("solve")
-        others = self.others
-        if before is not None and before.decision is not None and before.decision.carried is not None:
-            others = (before.decision.carried,)
-        decision = decide(formulation, self.mesh, settings, self.hints, others)
+        start = None if before is None or before.decision is None else before.decision.solution.choice
+        problem = formulation.overlapping(share)
+        decision = decide(problem, self.mesh, settings, self.hints, self.others, start)
         say("predict")
         same = before is not None and before.annotations == decision.annotations
         return Candidate(
@@ -170,8 +205,16 @@ class OneMesh:
             solver=solver_info(decision.solution),
             decision=decision,
             prices=formulation.prices,
+            hidden=share,
             graph=self.graph,
         )
+
+
+def _hideable(formulation: Formulation, found: Candidate) -> float:
+    """Seconds of collectives of weights, as priced, of a choice; its own prices may be others."""
+    assert found.decision is not None
+    rate = found.prices[1] / formulation.prices[1]
+    return rate * formulation.hideable(found.decision.solution.choice)
 
 
 def _as_priced(optimum: SolverInfo | None, objective: float) -> SolverInfo:
@@ -207,13 +250,21 @@ def decide(
     settings: Settings,
     hints: Mapping[str, Spec] | None = None,
     others: Sequence[Carried] = (),
+    start: Sequence[int] | None = None,
 ) -> Decision:
-    """Solve a formulated problem; `hints` are those that it was formulated with, for messages.
+    """Solve a formulated problem.
+
+    Args:
+        hints: those that it was formulated with, for messages.
+        others: choices on other meshes, which may warm-start the solver.
+        start: a choice on this one.
 
     Raises:
         NoPlanError: hints and memory limit are infeasible, or nothing was found in time.
     """
     starts = [choice for other in others for choice in choices_from(other, formulation, mesh)]
+    if start is not None:
+        starts.append(list(start[: len(formulation.problem.node_costs)]))
     solution = settings.solve(formulation.problem, starts)
     plain, device = formulation, load_device(mesh.device)
     if device.compiler.merges_equal_ops and solution.choice:

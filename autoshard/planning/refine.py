@@ -1,7 +1,7 @@
 """`plan(..., refine=TARGET)`: compile the best few candidates for the target, and take the best compiled one.
 
-Candidates are the solver's optimum; the optimum with communication at half its cost, as if half of it overlapped with
-compute; the best runners-up, each the optimum under one more constraint: a group of like parameters, or the inputs, not
+Candidates are the solver's optimum; the optimum in sequence, and that with collectives of weights beside kernels; the
+best runners-up, each the optimum under one more constraint: a group of like parameters, or the inputs, not
 split over the axes that the optimum splits them over; and the best plans by hand. Candidates of equal communication
 count as one. The device model times each compiled program (`verify/judge.py`). Times are seconds of one step.
 """
@@ -10,36 +10,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from math import prod
 
-from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import predict
 from autoshard.graph.annotations import with_regions
 from autoshard.graph.ops import Graph, Value
-from autoshard.mesh import Mesh, Spec, spec_axes
+from autoshard.mesh import Spec, spec_axes
 from autoshard.planning.candidate import Candidate, collective_totals
-from autoshard.planning.hints import split
-from autoshard.planning.one_mesh import OneMesh, decide, formulated
+from autoshard.planning.one_mesh import HIDDEN, OneMesh, decide, formulated
 from autoshard.planning.options import PlanningOptions
 from autoshard.planning.rivals import by_hand
 from autoshard.plans.value import NoPlanError, RefineCandidate, Refinement, SolverInfo
 from autoshard.stablehlo.annotate import annotate
-from autoshard.strategies.formulate import Formulation, formulate
+from autoshard.strategies.formulate import Formulation
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.compile import CompileError
 from autoshard.verify.targets import Target
 
-_BEST = {"runner-up": 2, "by hand": 2}
-"""How many of each kind are compiled, beside the optimum and the overlapped one."""
-COMPILED = 2 + sum(_BEST.values())
+_BEST = {"": 2, "runner-up": 2, "by hand": 2}
+"""How many of each kind are compiled beside the optimum; without a kind: in sequence, and overlapped."""
+COMPILED = 1 + sum(_BEST.values())
 """Most candidates that are compiled."""
 _ALIKE = 1e-3
 """Candidates that communicate the same bytes and whose steps differ by less than this fraction count as one."""
 _FORBIDDEN = 4
 """Most constraints for runners-up: on the largest parameters (like ones together) and on the inputs."""
-_HIDDEN = 0.5
-"""Fraction of communication that the overlapped objective hides behind compute."""
 
 
 def refined(
@@ -62,9 +57,11 @@ def refined(
             rows.append(_compiled(each, graph, target))
         except CompileError as error:
             errors.append(error)
-            figures = each.time, each.prediction.overlapped_s
+            figures = each.prediction.step_time_s, each.prediction.overlapped_s
             rows.append(RefineCandidate(each.name, *figures, note=str(error).splitlines()[0]))
-    times = {row.name: (bool(row.note), row.compiled_s) for row in rows if row.compiled_s is not None}
+    times = {
+        row.name: (bool(row.note), row.compiled_overlapped_s) for row in rows if row.compiled_overlapped_s is not None
+    }
     if not times:
         raise errors[0]
     chosen = min(times, key=lambda name: times[name])
@@ -81,7 +78,7 @@ def _compiled(candidate: Candidate, graph: Graph, target: Target) -> RefineCandi
     over = memory is not None and report.memory_bytes > memory
     return RefineCandidate(
         candidate.name,
-        candidate.time,
+        candidate.prediction.step_time_s,
         candidate.prediction.overlapped_s,
         judged.step_time_s,
         judged.step_time_s if judged.overlapped_s is None else judged.overlapped_s,
@@ -126,7 +123,7 @@ def _rivals(
     for name, values in _decisions(graph).items():
         forbidden = {value: axes for value, axes in chosen.items() if value in values}
         problems.append((f"another {name}", "runner-up", formulation.without(forbidden)))
-    problems.append(("overlapped", "", _overlapped(graph, mesh, optimum.memory, hints)))
+    problems += [("in sequence", "", formulation), ("overlapped", "", formulation.overlapping(HIDDEN))]
     on = OneMesh(graph, mesh, options, hints, optimum.memory, options.time_limit)
     for name, kind, problem in problems:
         say("solve")
@@ -169,12 +166,3 @@ def _decisions(graph: Graph) -> dict[str, set[Value]]:
         name = key[0] if len(alike[key]) > 1 else next(iter(alike[key]))
         found[name] = found.get(name, set()) | set(alike[key].values())
     return found | ({"inputs": inputs} if inputs else {})
-
-
-def _overlapped(graph: Graph, mesh: Mesh, memory: int | None, hints: Mapping[str, Spec]) -> Formulation:
-    """The problem in which part of every collective overlaps with compute."""
-    device = load_device(mesh.device)
-    links = tuple(replace(link, bandwidth=link.bandwidth / (1 - _HIDDEN)) for link in device.links)
-    arguments, inside = split(graph, hints)
-    faster = replace(device, links=links)
-    return formulate(graph, mesh, faster, memory=memory, hints=arguments, inside=inside)

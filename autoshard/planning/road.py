@@ -76,7 +76,7 @@ def _planned(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> Pl
     found, graph = chosen.candidate, chosen.graph
     rates = (round(each, 8) for each in found.prices)
     prices = dict(zip(("kernels", "collectives"), rates, strict=True)) if found.prices != (1.0, 1.0) else None
-    said = {"confirmed": info, "remat": found.remat, "prices": prices}
+    said = {"confirmed": info, "remat": found.remat, "prices": prices, "hidden": round(found.hidden, 4) or None}
     return written_plan(
         graph,
         found.mesh,

@@ -22,7 +22,7 @@ from autoshard.planning.candidate import Candidate
 from autoshard.planning.collector import collector_paused
 from autoshard.planning.hints import value_named
 from autoshard.planning.memory import within_limit
-from autoshard.planning.one_mesh import OneMesh, decide, formulated
+from autoshard.planning.one_mesh import OneMesh, formulated
 from autoshard.planning.options import PlanningOptions, Progress, silent
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import check_program
@@ -76,7 +76,7 @@ class Explanation:
         tensor: its name in the request.
         type: of the full tensor.
         chosen: its sharding in the plan.
-        alternatives: shortest step first, then those without a plan; includes the chosen sharding.
+        alternatives: shortest overlapped step first, then those without a plan; includes the chosen sharding.
         mesh: of the plan.
     """
 
@@ -87,11 +87,11 @@ class Explanation:
     mesh: Mesh
 
     def more(self, other: Alternative) -> str:
-        """Step time over the chosen sharding's: `+1.2 ms (+3.4 %)`."""
-        mine = next((each.step_time_s for each in self.alternatives if each.spec == self.chosen), None)
-        if mine is None or other.step_time_s is None or other.spec == self.chosen:
+        """Overlapped step time over the chosen sharding's: `+1.2 ms (+3.4 %)`."""
+        mine = next((each.overlapped_s for each in self.alternatives if each.spec == self.chosen), None)
+        if mine is None or other.overlapped_s is None or other.spec == self.chosen:
             return ""
-        difference = other.step_time_s - mine
+        difference = other.overlapped_s - mine
         if abs(difference) <= _EQUAL * mine:
             return "equal"
         sign = "+" if difference >= 0 else "-"
@@ -110,14 +110,14 @@ class Explanation:
 
     def __str__(self) -> str:
         """A table for the terminal."""
-        lines = [("split", "step", "more than chosen", "compute", "communication", "memory", "splits otherwise")]
+        lines = [("split", "overlapped", "more than chosen", "compute", "communication", "memory", "splits otherwise")]
         errors = []
         for each in self.alternatives:
             mark = " *" if each.spec == self.chosen else ""
-            if each.step_time_s is None:
+            if each.overlapped_s is None:
                 errors.append(f"  {layout(each.spec)}: {each.error}")
                 continue
-            times = (each.step_time_s, each.compute_s or 0.0, each.communication_s or 0.0)
+            times = (each.overlapped_s, each.compute_s or 0.0, each.communication_s or 0.0)
             step, compute, communication = map(duration, times)
             lines.append(
                 (
@@ -239,7 +239,7 @@ def _explained(plan: Plan, on: OneMesh, formulation: Formulation, name: str, val
             continue
         fixed = formulation.fixed(dict.fromkeys(values, spec))
         others.append(_alternative(plan, _Fixed(on, fixed), spec, values))
-    order = sorted(others, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
+    order = sorted(others, key=lambda each: math.inf if each.overlapped_s is None else each.overlapped_s)
     return Explanation(name, graph.type_of(values[0]), chosen, tuple(order), plan.mesh)
 
 
@@ -266,9 +266,7 @@ class _Fixed:
         """The solver's choice under a limit of `limit` bytes per device."""
         on = self.on
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=limit))
-        decision = decide(limited, on.mesh, on.settings(limit), on.hints)
-        prediction = predict(on.graph, decision.annotations, on.mesh)
-        return Candidate(on.mesh, decision.annotations, prediction, memory=on.memory, decision=decision)
+        return on.better(limited, on.settings(limit))
 
 
 def _alternative(plan: Plan, problem: _Fixed, spec: Spec, values: Sequence[Value]) -> Alternative:

@@ -443,10 +443,10 @@ def _why(plan: Plan, name: str, tensor: TensorPlan, explained: Mapping[str, Expl
     if name in explained:
         idle = set(_idle(plan.mesh, tensor.spec))
         other = next(
-            (each for each in explained[name].alternatives if each.step_time_s and spec_axes(each.spec) & idle), None
+            (each for each in explained[name].alternatives if each.overlapped_s and spec_axes(each.spec) & idle), None
         )
-        if other is not None and other.step_time_s is not None and plan.predicted is not None:
-            more = other.step_time_s - plan.predicted.step_time_s
+        if other is not None and other.overlapped_s is not None and plan.predicted is not None:
+            more = other.overlapped_s - plan.predicted.overlapped_s
             return f"the best plan that splits it so, {layout(other.spec)}, takes {duration(more)} more"
     ways = {axis: plan.mesh.axis_size(axis) for axis in _idle(plan.mesh, tensor.spec)}
     left = plan.mesh.shard_shape(tensor.shape, tensor.spec)

@@ -55,7 +55,7 @@ def plan_report(plan: Plan) -> str:
     if plan.confirmed is not None:
         parts.append(confirmed_line(plan.confirmed))
     if plan.solver is not None:
-        parts += ["", solver_line(plan.solver)]
+        parts += ["", solver_line(plan.solver, plan.info.get("hidden", 0.0))]
     if plan.refined is not None:
         parts += ["", *refined_lines(plan.refined)]
     if plan.search:
@@ -331,14 +331,20 @@ def refined_lines(refined: Refinement) -> list[str]:
     return [title, *("  " + line for line in columns(rows))]
 
 
-def solver_line(solver: SolverInfo) -> str:
-    """`Solver: optimal, objective 12.3 ms, bound 12.3 ms, gap 0 % (highs)`."""
+def solver_line(solver: SolverInfo, hidden: float = 0.0) -> str:
+    """`Solver: optimal, objective 12.3 ms, bound 12.3 ms, gap 0 % (highs)`.
+
+    Args:
+        hidden: share of the collectives of weights that takes no time in its figures.
+    """
     text = f"Solver: {solver.status.replace('_', ' ')}, objective {duration(solver.objective)}"
     if solver.bound is not None:
         text += f", bound {duration(solver.bound)}"
     if solver.gap is not None:
         text += f", gap {100 * solver.gap:.3g} %"
     text += f" ({solver.backend})"
+    if hidden:
+        text += f", {hidden:.0%} of collectives of weights beside kernels"
     if solver.overruled is not None:
         text += f"; taken instead: the plan by hand `{solver.overruled}`, predicted no slower"
     return text

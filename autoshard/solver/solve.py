@@ -126,7 +126,7 @@ def solve(
         ilp.require(backend)
     run = _Run(problem, time.perf_counter() + time_limit, seed, backend, progress, goal)
     for choice in starts:
-        run.offer(choice, "another mesh")
+        run.offer(choice, "warm start")
     return run.solution()
 
 

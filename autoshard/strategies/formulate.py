@@ -19,6 +19,7 @@ import numpy.typing as npt
 from autoshard.cost.compiler.experts import between_elements
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
+from autoshard.cost.overlap import made_of_parameters
 from autoshard.cost.partitioner.ops.scatter import SUM_MOVES
 from autoshard.cost.partitioner.partition import Partitioner
 from autoshard.cost.partitioner.passes.simplify import simplified
@@ -81,12 +82,39 @@ class Formulation:
     argument_specs: tuple[Specs, ...] = field(repr=False)
     strategies: tuple[Strategies, ...] = field(repr=False)
     copies: tuple[Copy, ...] = field(repr=False)
-    kernels: tuple[Matrix, ...] = field(repr=False)
+    kernels: tuple[Matrix, ...] = field(default=(), repr=False)
     """Of the costs of each group's node, the seconds of its kernels."""
     prices: tuple[float, float] = (1.0, 1.0)
     """How many times as long as `cost/` says kernels and collectives take in this problem."""
     detour: Callable[[Value, Spec, Spec], tuple[Spec, ...]] = field(default=lambda *_: (), repr=False)
     """The hops (intermediate specs) of a copy of a value from one spec to another."""
+    gathers: frozenset[int] = field(default=frozenset(), repr=False)
+    """Edges that gather what is made of parameters alone, which can run beside kernels."""
+    sums: Mapping[int, Matrix] = field(default_factory=dict, repr=False)
+    """Node -> seconds of its sums of gradients under each strategy, which can too."""
+
+    def overlapping(self, share: float) -> Formulation:
+        """The problem in which this share of those collectives takes no time."""
+        if not share:
+            return self
+        costs, edge_costs = list(self.problem.node_costs), list(self.problem.edge_costs)
+        for node, seconds in self.sums.items():
+            costs[node] = costs[node] - share * seconds
+        scaled: dict[int, Matrix] = {}  # equal matrices stay one object
+        for edge in self.gathers:
+            matrix = edge_costs[edge]
+            if id(matrix) not in scaled:
+                scaled[id(matrix)] = (1.0 - share) * matrix
+            edge_costs[edge] = scaled[id(matrix)]
+        return replace(self, problem=replace(self.problem, node_costs=costs, edge_costs=edge_costs))
+
+    def hideable(self, choice: Sequence[int]) -> float:
+        """Of the objective of a choice in sequence, the seconds of those collectives."""
+        found = sum(float(own[choice[node]]) for node, own in self.sums.items())
+        for edge in self.gathers:
+            tail, head = self.problem.edges[edge]
+            found += float(self.problem.edge_costs[edge][choice[tail], choice[head]])
+        return found
 
     def shardings_of(self, value: Value) -> tuple[int, list[Spec]]:
         """The node that decides a value's sharding, and the value's pinned spec under each of its strategies.
@@ -126,8 +154,13 @@ class Formulation:
         problem = replace(
             self.problem, node_costs=costs, edge_costs=[edges[id(matrix)] for matrix in self.problem.edge_costs]
         )
-        prices = kernels * self.prices[0], collectives * self.prices[1]
-        return replace(self, problem=problem, prices=prices, kernels=tuple(kernels * own for own in self.kernels))
+        return replace(
+            self,
+            problem=problem,
+            prices=(kernels * self.prices[0], collectives * self.prices[1]),
+            kernels=tuple(kernels * own for own in self.kernels),
+            sums={node: collectives * own for node, own in self.sums.items()},
+        )
 
     def fixed(self, wanted: Mapping[Value, Spec]) -> Formulation:
         """The problem with these values' shardings fixed; infeasible if no strategy has them."""
@@ -266,6 +299,9 @@ class _Builder:
         self.prices = Prices(graph, self.groups, mesh, device)
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
+        self.weights = made_of_parameters(graph)
+        self.gathered: set[int] = set()  # edges that reshard them
+        self.gradients: dict[int, Matrix] = {}  # node -> seconds of its sums of gradients
         self.contractions: set[int] = set()  # nodes of groups that contract
         self.first_group = 0  # node of the first group
         self._matrices: dict[tuple[object, ...], Matrix] = {}
@@ -301,6 +337,8 @@ class _Builder:
             tuple(copies),
             tuple(self.kernels),
             detour=self._detour,
+            gathers=frozenset(self.gathered),
+            sums=self.gradients,
         )
 
     def _detour(self, value: Value, src: Spec, dst: Spec) -> tuple[Spec, ...]:
@@ -354,6 +392,9 @@ class _Builder:
             found.append(ways)
             node = self._node(self._in_a_step(group, ways, costs), self._name(group))
             self.kernels.append(self._runs(node) * kernels)
+            if self.prices.last[group.id] and any(ways.collectives):
+                sums = [sum(self.prices.collective_seconds(one, group) for one in each) for each in ways.collectives]
+                self.gradients[node] = np.array(sums)
             for value, specs in zip(group.outputs, ways.outputs, strict=True):
                 self.made[value] = (node, specs)
         return found
@@ -464,7 +505,8 @@ class _Builder:
                 copies.append(self._copy(value, node, specs, uses))
             else:
                 for reader, wanted in uses:
-                    self._edge(node, reader, self._reshard(value, specs, reader, wanted), self._runs(reader))
+                    edge = self._edge(node, reader, self._reshard(value, specs, reader, wanted), self._runs(reader))
+                    self._gathers(value, edge)
         return copies
 
     def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
@@ -493,7 +535,8 @@ class _Builder:
                     if other == spec:
                         into[row, kept + column] = np.inf
             self._matrices[key] = into
-        self._edge(node, copy, self._expand(key, self._matrices[key], specs, held), self._runs(uses[0][0]))
+        edge = self._edge(node, copy, self._expand(key, self._matrices[key], specs, held), self._runs(uses[0][0]))
+        self._gathers(value, edge)
         for reader, wanted in uses:
             item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
             first, barrier = self._needs_nothing(value), self.groups.groups[reader - self.first_group].operand_number
@@ -507,7 +550,7 @@ class _Builder:
                             out[row, column] = 0.0 if _is_slice(spec, other) else np.inf
                 self._matrices[out_key] = out
             costs = self._expand(out_key, self._matrices[out_key], held, wanted)
-            self._edge(copy, reader, costs, self._runs(reader))
+            self._gathers(value, self._edge(copy, reader, costs, self._runs(reader)))
         return Copy(value, held, same)
 
     def _shared_reads(self, ways: Sequence[Strategies]) -> None:
@@ -547,6 +590,11 @@ class _Builder:
             costs = self._matrices.setdefault(("runs", id(costs), runs), runs * costs)
         self.edge_costs.append(costs)
         return len(self.edges) - 1
+
+    def _gathers(self, value: Value, edge: int) -> None:
+        """Note an edge that reshards what is made of parameters alone."""
+        if value.op in self.weights:
+            self.gathered.add(edge)
 
     def _follows(self, value: Value) -> bool:
         """Whether propagation gives a value its user's sharding: a convolution's that no annotation can pin.
@@ -603,6 +651,8 @@ class _Builder:
                 if first:
                     found = found - self.prices.shared_starts(kind, item, rows, columns)
                     found = found + self._read_whole(value, rows, columns, moved)
+                if not self.prices.stores(value):
+                    found = found + moved * self.prices.storing_seconds(kind, rows)[:, None]
                 if not self.gathers:
                     gathered = [[bool(spec_axes(row) - spec_axes(column)) for column in columns] for row in rows]
                     found = np.where(np.array(gathered), np.inf, found)
@@ -616,7 +666,7 @@ class _Builder:
 
     def _sort(self, value: Value) -> tuple[object, ...]:
         """The key of a value's reshard costs, beside its shardings."""
-        return self.graph.type_of(value), value in self.inputs
+        return self.graph.type_of(value), value in self.inputs, self.prices.stores(value), value.op in self.weights
 
     def _read_whole(self, value: Value, rows: list[Spec], columns: list[Spec], moved: Matrix) -> Matrix:
         """Seconds to read an argument that devices slice: a TPU copies the whole of its shard on chip."""

@@ -73,7 +73,7 @@ def test_a_value_inside_the_program_is_split_as_hinted(program):
     for name in ("1", f"op{number}"):
         hinted = autoshard.plan_program(program, MESH, hints={name: other})
         assert activation(hinted) == other
-        assert hinted.predicted.step_time_s >= free.predicted.step_time_s
+        assert hinted.predicted.overlapped_s >= free.predicted.overlapped_s
         assert hinted.options.hints == {name: other}
     outside = autoshard.plan_program(program, MESH, hints={"1": other}, keep="io")
     assert (outside.activations, outside.options.keep, outside.options.hints) == (free.activations, "io", {})

@@ -38,7 +38,7 @@ def test_a_program_does_not_grow_with_its_micro_batches() -> None:
 
 
 def test_each_micro_batch_costs_as_much(plans: dict[int, autoshard.Plan]) -> None:
-    steps = {count: plan.predicted.step_time_s for count, plan in plans.items() if plan.predicted is not None}
+    steps = {count: plan.predicted.overlapped_s for count, plan in plans.items() if plan.predicted is not None}
     one_more = (steps[16] - steps[8]) / 8
     assert steps[8] - steps[4] == pytest.approx(4 * one_more, rel=0.05)  # each count has its own optimum
     assert 0.3 * steps[1] < one_more < steps[1]

@@ -48,7 +48,7 @@ def test_the_best_compiled_candidate_is_taken(refined):
     names = [each.name for each in record.candidates]
     assert names[0] == "optimum"
     assert 1 < len(names) == len(set(names)) <= refine.COMPILED
-    times = {each.name: each.compiled_s for each in record.candidates}
+    times = {each.name: each.compiled_overlapped_s for each in record.candidates}
     assert times[record.chosen] == min(times.values())
     assert {"dp", "fsdp", "fsdpv2", "hsdp", "megatron", "fsdp-tp"} & set(names), "plans by hand have a place"
     predicted = next(each.predicted_s for each in record.candidates if each.name == record.chosen)
@@ -80,7 +80,7 @@ def test_a_rival_that_compiles_better_is_taken_with_its_own_prediction(program, 
         report, compiled = real(*arguments)
         return dataclasses.replace(
             report,
-            judged=dataclasses.replace(report.judged, compute_s=1 / report.judged.step_time_s, communication_s=0.0),
+            judged=dataclasses.replace(report.judged, overlapped_s=1 / report.judged.step_time_s),
         ), compiled
 
     monkeypatch.setattr(refine, "compare_compiled", upside_down)

@@ -56,7 +56,7 @@ def peak(plan: autoshard.Plan) -> int:
 
 def step(plan: autoshard.Plan) -> float:
     assert plan.predicted is not None
-    return plan.predicted.step_time_s
+    return plan.predicted.overlapped_s
 
 
 def test_what_is_recomputed_takes_less_memory_and_longer(uniform: dict[str, autoshard.Plan]) -> None:

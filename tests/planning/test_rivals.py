@@ -60,7 +60,7 @@ def predicted(graph, name):
 def test_the_plan_by_hand_that_is_predicted_fastest_is_taken(graph):
     before = chosen(graph, "dp")
     found = or_by_hand(before, graph)
-    times = {name: predicted(graph, name).step_time_s for name in ("dp", "fsdp", "hsdp", "megatron", "fsdp-tp")}
+    times = {name: predicted(graph, name).overlapped_s for name in ("dp", "fsdp", "hsdp", "megatron", "fsdp-tp")}
     best = min(times, key=times.__getitem__)
     assert best != "dp"
     assert found.solver == replace(SOLVER, overruled=best)
@@ -140,7 +140,7 @@ def test_a_choice_whose_objective_its_prediction_belies_is_held_against_more(gra
 def test_the_best_predicted_is_among_the_best_estimated(graph, device):
     mesh = Mesh((2, 4), device=device)
     order = list(ranked(graph, mesh, load_device(device), PLANS))
-    times = {name: predict(graph, found, mesh).step_time_s for name, found in order}
+    times = {name: predict(graph, found, mesh).overlapped_s for name, found in order}
     best = min(times, key=times.__getitem__)
     assert best in [name for name, _ in order[:3]]
     estimates = [estimate(graph, found, mesh, load_device(device)) for _, found in order]

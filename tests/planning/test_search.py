@@ -40,7 +40,7 @@ def search():
                 raise GoalOutOfReachError(bounds[mesh.shape])
             status = "time_limit" if given < 60 and slow == mesh.shape else "optimal"
             solver = SolverInfo(status, time, time, 0.0, "made up")
-            prediction = SimpleNamespace(step_time_s=time, peak_memory_bytes=10)
+            prediction = SimpleNamespace(step_time_s=time, overlapped_s=time, peak_memory_bytes=10)
             return Candidate(mesh, Annotations({}), prediction, solver=solver)
 
         best, tried = best_mesh(candidate_on, meshes, PlanningOptions(time_limit=seconds))
