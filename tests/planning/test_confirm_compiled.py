@@ -46,19 +46,18 @@ def step():
     )
 
 
-@pytest.mark.parametrize(("target", "limit"), [("tpu-v5e:2x4", 2_130_000), ("h100:8", 16_963_992)])
-def test_a_plan_that_does_not_fit_as_compiled_is_not_returned(step, target, limit):
+@pytest.mark.parametrize(("target", "limit", "compiles"), [("tpu-v5e:2x4", 2_130_000, 2), ("h100:8", 16_963_992, 3)])
+def test_a_plan_that_does_not_fit_as_compiled_is_not_returned(step, target, limit, compiles):
     mesh = mesh_on(target)
     predicted = autoshard.plan_program(step, mesh, memory=limit)
     assert predicted.predicted.peak_memory_bytes <= limit < compiled_bytes(step, predicted, target)
     plan = autoshard.plan_program(step, mesh, memory=limit, confirm="auto")
     said = plan.confirmed
-    assert said.verdict == "fits"
-    assert 1 < said.compiles <= 3
+    assert (said.verdict, said.compiles) == ("fits", compiles)
     assert compiled_bytes(step, plan, target) == said.compiled_bytes <= limit
     assert plan.options.memory == limit
     assert autoshard.Plan.from_json(plan.to_json()).confirmed == said
-    assert f"per device: fits ({said.compiler} for {said.target}, {said.compiles} plans compiled in " in str(plan)
+    assert f"per device: fits ({said.compiler} for {said.target}, {compiles} plans compiled in " in str(plan)
 
 
 def test_a_refined_plan_is_confirmed_for_its_target(step):

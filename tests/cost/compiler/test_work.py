@@ -10,6 +10,7 @@ from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.traffic import touched
 from autoshard.cost.compiler.work import group_works, larger, replicated_program
+from autoshard.cost.machine import cycles
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
@@ -109,7 +110,7 @@ def test_a_chain_of_sums_of_the_two_before_is_read_once():
     assert sum(bool(kernel.flops) for kernel in kernels) >= 2
 
 
-def test_a_copy_of_an_argument_is_work_on_the_argument():
+def test_a_copy_of_an_argument_is_work_on_the_argument(monkeypatch: pytest.MonkeyPatch):
     """A TPU copies a narrow table to lie by rows: that costs as much as the table has rows, however few are read."""
     table, i, rows = "tensor<65536x64xf32>", "tensor<16x1xi32>", "tensor<16x64xf32>"
     text = f"""func.func @main(%table: {table}, %i: {i}) -> {rows} {{
@@ -118,9 +119,10 @@ def test_a_copy_of_an_argument_is_work_on_the_argument():
         : ({table}, {i}) -> {rows}
       return %0 : {rows}
     }}"""
+    monkeypatch.setattr(cycles, "model", lambda kind: None)  # traffic, at a roofline
     graph = graph_from_text(text)
     device = replace(load_device("tpu-v5e"), on_chip_bytes=2**16)
     works = group_works(graph, fusion_groups(graph), Mesh((8,), ("x",), "tpu-v5e"), device)
     (work,) = works[8].kept
-    assert work.other[Value(0)] > 2.7  # read, and written with as much padding again
+    assert work.other[Value(0)] == pytest.approx(3, rel=0.1)  # read, and written with as much padding again
     assert work.other.get(Value(2), 0.0) < 10  # none of it is taken for the sixteen rows
