@@ -239,13 +239,13 @@ class Prices:
 
     def stores(self, value: Value) -> bool:
         """Whether a kernel stores a value in any case, not only where it is resharded."""
-        if cycles.model(self.device.kind) is None or self.graph.ops[value.op].kind == "argument":
+        if cycles.model_of(self.device) is None or self.graph.ops[value.op].kind == "argument":
             return True
         return value in self.works[self.mesh.size].stored
 
     def storing_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
         """Seconds of a kernel of its own that makes a device's shard of a tensor, under each of `specs`."""
-        known = cycles.model(self.device.kind)
+        known = cycles.model_of(self.device)
         assert known is not None
         found = []
         for spec in specs:

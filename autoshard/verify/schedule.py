@@ -34,7 +34,7 @@ class Clock:
     def __init__(self, device: Device) -> None:
         """Of one program on a device kind."""
         self.device = device
-        self.model = cycles.model(device.kind)
+        self.model = cycles.model_of(device)
         self.copied = 0.0
 
     def seconds(self, kernel: Kernel) -> float:
@@ -48,7 +48,7 @@ class Clock:
             self.copied += kernel.bytes
             return 0.0
         moved, self.copied = kernel.bytes + self.copied, 0.0
-        if kernel.registers is None or not kernel.launches:
+        if kernel.registers is None or not kernel.launches or not cycles.DTYPES.issuperset(kernel.flops):
             return max(roofline(kernel, self.device), moved / self.device.reachable_bandwidth)
         return cycles.kernel_seconds(kernel.registers, moved, self.model.constants, self.device)
 

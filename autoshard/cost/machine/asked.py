@@ -97,7 +97,7 @@ def _matmul(op: str, of: _Sizes) -> Estimate:
     known = measured(of.device.measured)
     if known is None:
         moved = dtype_bytes(of.dtype) * batch * (m * k + k * n + m * n)
-        model = cycles.model(of.device.kind)
+        model = cycles.model_of(of.device)
         if model is not None and of.dtype in ("bf16", "f32"):
             return _compilers(batch, m, n, k, moved, model, of)
         return _datasheet(roofline_seconds(2.0 * batch * m * n * k, moved, of.dtype, of.device), "matmul", of.device)

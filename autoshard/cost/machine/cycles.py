@@ -28,6 +28,9 @@ CLASSES = ("tiles", "read", "written", "simple", "slow", "converted", "moved", "
 """What the vector unit's time is a sum of, all in registers: elements of a kernel's largest array, 4 kB read and
 written, results of ops by their kind, operands of sums over the minor-most dim and over others."""
 
+DTYPES = frozenset({"bf16", "f16", "f32"})
+"""Operands of products that the model is of: they run at one rate; i8 and f64 at others."""
+
 _SLOW = frozenset(
     """exponential exponential_minus_one log log_plus_one logistic tanh erf erf_inv power sqrt rsqrt cbrt atan2 tan sine
     cosine divide remainder""".split()  # noqa: SIM905
@@ -173,7 +176,7 @@ def _beside(busy: Array, moved: Array, constants: Constants, device: Device) -> 
 
 def beside_traffic(seconds: Array, moved: Array, device: Device) -> Array:
     """Seconds of products beside `moved` bytes of traffic; of a kind without a model, the longer of both."""
-    found = model(device.kind)
+    found = model_of(device)
     if found is None:
         return np.asarray(np.maximum(seconds, moved / device.reachable_bandwidth))
     return _beside(seconds * device.clock, moved, found.constants, device) / device.clock
@@ -205,6 +208,11 @@ def model(kind: str) -> Model | None:
     given = {each.name: found[each.name] for each in fields(Constants)}
     given["vector"] = tuple(given["vector"][each] for each in CLASSES)
     return Model(Constants(**given), found["version"], found["errors"])
+
+
+def model_of(device: Device) -> Model | None:
+    """The model of a device's kind; None where a file of that kind has no clock."""
+    return model(device.kind) if device.clock else None
 
 
 def _constants(device: Device) -> Constants:

@@ -111,7 +111,7 @@ def attention_seconds(shape: Shape, dtype: str, device: Device) -> float:
 
 def is_timed(op: Op, device: Device) -> bool:
     """Whether more is known of an op's seconds on a device than its FLOP."""
-    return op.kind in TIMED if device.measured else op.kind == "dot_general" and cycles.model(device.kind) is not None
+    return op.kind in TIMED if device.measured else op.kind == "dot_general" and cycles.model_of(device) is not None
 
 
 def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype: str, device: Device) -> float:
@@ -124,7 +124,8 @@ def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype:
         shapes: of the operands of one device; empty if unknown.
         flops: of that device.
     """
-    if not shapes or not flops or not is_timed(op, device):
+    known = is_timed(op, device) and (bool(device.measured) or dtype in cycles.DTYPES)
+    if not shapes or not flops or not known:
         return flops / device.reachable_flops(dtype)
     if not device.measured:
         narrow = dtype_bytes(op.results[0].dtype) < 4

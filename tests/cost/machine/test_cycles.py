@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -74,3 +75,9 @@ def test_ops_are_classed_alike_in_programs_and_in_compiled_text() -> None:
     assert [cycles.class_of(kind) for kind in ("exponential", "add", "convert", "transpose", "dot_general")] == [
         "slow", "simple", "converted", "moved", None,
     ]  # fmt: skip
+
+
+def test_a_device_of_a_kind_without_its_clock_has_no_model() -> None:
+    device = load_device("tpu-v5e")
+    assert cycles.model_of(device) is not None
+    assert cycles.model_of(replace(device, clock=0.0)) is None

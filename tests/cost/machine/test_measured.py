@@ -106,6 +106,8 @@ def test_what_was_not_measured_takes_its_flops_at_the_achievable_rate() -> None:
         assert matrix_seconds(dot(8, 8, 8), [(8, 8), (8, 8)], 1e9, "bf16", device) == 1e9 / device.reachable_flops(
             "bf16"
         )
+    tpu = load_device("tpu-v5e")  # its model is of floats: integers run at twice the rate
+    assert matrix_seconds(dot(8, 8, 8), [(8, 8), (8, 8)], 1e9, "i8", tpu) == 1e9 / tpu.reachable_flops("i8")
     h100 = load_device("h100")
     found = matrix_seconds(dot(512, 4096, 1024), [(512, 1024), (1024, 4096)], 2 * 512 * 4096 * 1024, "bf16", h100)
     known = measured("h100")

@@ -210,7 +210,7 @@ class CoarseTpuBackend(Backend):
 
     def kernel_seconds(self, compiled: Compiled) -> list[float | None]:
         """By libtpu's own estimates, for kinds that `cycles.toml` has."""
-        model = cycles.model(self.device.kind)
+        model = cycles.model_of(self.device)
         if model is None:
             return super().kernel_seconds(compiled)
         moved = [
@@ -221,7 +221,7 @@ class CoarseTpuBackend(Backend):
 
     def timed_as_traffic(self, compiled: Compiled) -> Sequence[Traffic]:
         """See `units.as_traffic`."""
-        model = cycles.model(self.device.kind)
+        model = cycles.model_of(self.device)
         if model is None:
             return super().timed_as_traffic(compiled)
         return units.as_traffic(compiled, self.kernel_seconds(compiled), model, self.device)

@@ -11,7 +11,7 @@ from autoshard.cost.compiler.backend import Compiled, Traffic
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered, Step, matrices_of
 from autoshard.cost.compiler.tpu.layout import tiled
-from autoshard.cost.machine.cycles import CLASSES, TILE, Model, class_of, kernel_cycles, product_cycles
+from autoshard.cost.machine.cycles import CLASSES, DTYPES, TILE, Model, class_of, kernel_cycles, product_cycles
 from autoshard.cost.machine.device import Device
 from autoshard.dtypes import dtype_bytes
 
@@ -62,6 +62,8 @@ def _is_timed(kernel: Kernel, program: Lowered) -> bool:
     for number in kernel.steps:
         step = program.steps[number]
         if step.kind in ITS_OWN or step.inner != (0.0, 0.0) or (step.flops and not _is_product(step)):
+            return False
+        if step.flops and step.reads and program.arrays[step.reads[0]].dtype not in DTYPES:
             return False
     return True
 
