@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoshard.api import Plan
+from autoshard.cost.machine.bars import Bars, bar_text
 from autoshard.errors import ManualPlanError
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.graph.ops import Graph
@@ -102,6 +103,17 @@ class Comparison:
         others = [seconds for name, seconds in times.items() if name != AUTO]
         return times[AUTO] / min(others) if AUTO in times and others else None
 
+    @property
+    def bars(self) -> Bars | None:
+        """How far off the figures may be: of the plan that is least sure."""
+        found = [bars for row in self.rows if (bars := Bars.of_info(row.plan.info)) is not None]
+        return max(found, key=lambda bars: bars.step, default=None)
+
+    def tied(self, *, compiled: bool = False) -> bool | None:
+        """Whether `auto` and the best other plan that fits are a tie; None where one of them is missing."""
+        ratio, bars = self.ratio(compiled=compiled), self.bars
+        return None if ratio is None or bars is None else bars.tied(1.0, ratio)
+
     def _figures(self, compiled: bool) -> list[tuple[Row, Predicted]]:
         both = [(row, row.compiled if compiled else row.predicted) for row in self.rows]
         return [(row, figures) for row, figures in both if figures is not None]
@@ -123,6 +135,7 @@ class Comparison:
                 {
                     "name": row.name,
                     "predicted": plain(replace(row.predicted, modules=())),
+                    "bars": row.plan.info.get("bars"),
                     "fits_memory": self._fits(row.predicted),
                     "compiled": row.compiled and plain(replace(row.compiled, modules=())),
                     "fidelity": row.fidelity,
@@ -131,6 +144,10 @@ class Comparison:
                 for row in self.rows
             ],
             "left_out": dict(self.left_out),
+            "tie": {
+                "predicted": self.tied(),
+                "compiled": self.tied(compiled=True) if self.target else None,
+            },
             "auto_over_best": {
                 "predicted": self.ratio(),
                 "compiled": self.ratio(compiled=True) if self.target else None,
@@ -154,17 +171,21 @@ class Comparison:
         header = ["plan", "step", "overlapped", "compute", "communication", "MFU", "bytes moved", "memory", "of limit"]
         if compiled:
             header.append("bytes mispredicted")
-        lines = [header]
+        lines, bars = [header], self.bars
+        fitting = [figures.overlapped_s for _, figures in self._figures(compiled) if self._fits(figures)]
         for row, figures in self._figures(compiled):
             times = (figures.step_time_s, figures.overlapped_s, figures.compute_s, figures.communication_s)
             moved, peak = sum(each.bytes for each in figures.collectives), figures.peak_memory_bytes
             share = "" if self.memory is None else f"{peak / self.memory:.0%}" + ("" if self._fits(figures) else " !")
-            line = [row.name, *map(duration, times), f"{figures.mfu:.1%}", size(moved), size(peak), share]
+            near = bars is not None and self._fits(figures) and bars.tied(min(fitting), figures.overlapped_s)
+            line = [row.name + " ~" * near, *map(duration, times), f"{figures.mfu:.1%}", size(moved), size(peak), share]
             if compiled:
                 line.append("-" if row.fidelity is None else f"{row.fidelity:.1%}")
             lines.append(line)
         ratio = self.ratio(compiled=compiled)
         said = [] if ratio is None else [f"  auto / best other that fits: {ratio:.3f}"]
+        if bars is not None and not compiled:
+            said += [f"  steps {bars.step_text()}, memory {bar_text(bars.memory)}. {bars.tie_text()}"]
         return ["  " + line for line in columns(lines, right_from=1)] + said
 
     def _bytes(self, *, compiled: bool) -> list[str]:
@@ -183,7 +204,8 @@ class Comparison:
         `notebooks`); with `compiled` of the compiled programs."""
         what = f"compiled for {self.target}" if compiled else "predicted"
         title = f"{'x'.join(map(str, self.mesh.shape))} of {self.mesh.device}, {what}"
-        return plot_comparison({row.name: each for row, each in self._figures(compiled)}, self.memory, title)
+        figures = {row.name: each for row, each in self._figures(compiled)}
+        return plot_comparison(figures, self.memory, title, self.bars.step if self.bars else 0.0)
 
 
 def compare(

@@ -11,6 +11,7 @@ from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.compiler.eager import Eager, EagerBackend
 from autoshard.cost.compiler.lowered import lower
 from autoshard.cost.compiler.timing import collective_seconds, kernel_seconds
+from autoshard.cost.machine.bars import Bars, bars_of
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, op_flops, roofline_seconds
 from autoshard.cost.machine.device import Device, load_device
@@ -28,6 +29,7 @@ from autoshard.cost.partitioner.propagate import Shardings, propagate
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.cost.partitioner.undone import undone
 from autoshard.dtypes import dtype_bytes
+from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import Groups, free_ops, fusion_groups
 from autoshard.graph.ops import Graph, Value
@@ -35,6 +37,8 @@ from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, Spec
 
 _GRADIENT_KINDS = ("all-reduce", "reduce-scatter")
+_UNMEASURED = {"convolution", "sort", *EXPERTS}
+"""Kinds of ops in none of the steps that others measured."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Prediction:
             checkpoint has let go of, over what all devices could do in `step_time_s` at their peak.
         collectives: every collective of a step, with the op it comes from.
         peak_memory_bytes: per device.
+        bars: how far off step times and memory may be.
         replicated_ops: what had to be replicated for want of a rule.
         specs: value -> the sharding its readers find.
         compiled: the kernels of one device in the order in which the target's compiler is taken to run them.
@@ -82,6 +87,7 @@ class Prediction:
     mfu: float
     collectives: tuple[Collective, ...] = field(repr=False)
     peak_memory_bytes: int
+    bars: Bars
     replicated_ops: tuple[ReplicatedOp, ...] = field(repr=False)
     specs: Mapping[Value, Spec] = field(repr=False)
     compiled: Compiled = field(repr=False)
@@ -155,6 +161,7 @@ def predict(
         mfu=useful / (step * peak) if step > 0 else 0.0,
         collectives=collectives,
         peak_memory_bytes=compiled.peak_bytes,
+        bars=bars_of(device, _unmeasured(compiled, graph, kernels) / step if step > 0 else 0.0),
         compiled=compiled,
         replicated_ops=_replicated(graph, groups.free, device),
         specs=_specs(written, graph, shardings, equal, apart),
@@ -206,6 +213,16 @@ def _per_op(compiled: Compiled, graph: Graph, times: Sequence[float]) -> list[tu
         last = last if op is None else op  # a copy runs as often as what runs before it
         found.append((op, graph.runs(last) * seconds))
     return found
+
+
+def _unmeasured(compiled: Compiled, graph: Graph, kernels: Sequence[tuple[int | None, float]]) -> float:
+    """Seconds of kernels with ops that no measured step has."""
+    ops = [step.op for step in compiled.program.steps]
+    return sum(
+        seconds
+        for kernel, (_, seconds) in zip(compiled.kernels, kernels, strict=True)
+        if any((op := ops[step]) is not None and graph.ops[op].kind in _UNMEASURED for step in kernel.steps)
+    )
 
 
 def _per_group(kernels: Sequence[tuple[int | None, float]], groups: Groups) -> list[float]:

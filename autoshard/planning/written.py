@@ -39,6 +39,7 @@ def written_plan(
     prediction = prediction or predict(graph, annotations, mesh)
     annotations = with_regions(graph, annotations, prediction.specs)
     recorded["predicted"] = totals(prediction, graph)
+    recorded["info"] = {**recorded.get("info", {}), "bars": prediction.bars.as_info()}
     recorded["replicated_ops"] = tuple(
         ReplicatedOp(op.op, op.module, op.reason, op.cost_s) for op in prediction.replicated_ops
     )

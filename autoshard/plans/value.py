@@ -206,7 +206,8 @@ class Plan:
         refined: what was compiled to refine the choice, where that was asked for; the plan is the best compiled one.
         info: what changes nothing that is executed: `source`, what the command line was asked for; `confirmed`;
             `remat`, how it was chosen what is recomputed; `prices`, how the solver's were corrected; `hidden`,
-            the share of collectives of weights that is free in its objective.
+            the share of collectives of weights that is free in its objective; `bars`, how far off the prediction
+            may be (`cost/machine/bars.py`).
         captured: the program itself, where the plan was made in this process; not saved, and not compared.
         applied: what `lower/torch_xla` keeps of a plan that was applied in this process; likewise.
 

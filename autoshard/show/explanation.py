@@ -14,6 +14,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autoshard.cost.machine.bars import Bars
 from autoshard.cost.predict import Prediction, predict
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
@@ -78,6 +79,7 @@ class Explanation:
         chosen: its sharding in the plan.
         alternatives: shortest overlapped step first, then those without a plan; includes the chosen sharding.
         mesh: of the plan.
+        bars: how far off the steps may be; None of a plan that was saved without.
     """
 
     tensor: str
@@ -85,10 +87,11 @@ class Explanation:
     chosen: Spec
     alternatives: tuple[Alternative, ...]
     mesh: Mesh
+    bars: Bars | None = None
 
     def more(self, other: Alternative) -> str:
         """Overlapped step time over the chosen sharding's: `+1.2 ms (+3.4 %)`."""
-        mine = next((each.overlapped_s for each in self.alternatives if each.spec == self.chosen), None)
+        mine = self._mine()
         if mine is None or other.overlapped_s is None or other.spec == self.chosen:
             return ""
         difference = other.overlapped_s - mine
@@ -97,6 +100,9 @@ class Explanation:
         sign = "+" if difference >= 0 else "-"
         share = f" ({100 * difference / mine:+.2g} %)" if mine else ""
         return f"{sign}{duration(abs(difference))}{share}"
+
+    def _mine(self) -> float | None:
+        return next((each.overlapped_s for each in self.alternatives if each.spec == self.chosen), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `explain --json` prints them."""
@@ -110,10 +116,12 @@ class Explanation:
 
     def __str__(self) -> str:
         """A table for the terminal."""
+        mine = self._mine()
         lines = [("split", "overlapped", "more than chosen", "compute", "communication", "memory", "splits otherwise")]
         errors = []
         for each in self.alternatives:
-            mark = " *" if each.spec == self.chosen else ""
+            near = self.bars is not None and mine and each.overlapped_s and self.bars.tied(mine, each.overlapped_s)
+            mark = " *" if each.spec == self.chosen else " ~" if near else ""
             if each.overlapped_s is None:
                 errors.append(f"  {layout(each.spec)}: {each.error}")
                 continue
@@ -130,8 +138,9 @@ class Explanation:
                     each.changes(),
                 )
             )
+        foot = [f"  {self.bars.tie_text()}"] if self.bars else []
         title = f"{self.tensor} {self.type.dtype}[{','.join(map(str, self.type.shape))}], * as planned"
-        return "\n".join([title, *("  " + line for line in columns(lines)), *errors])
+        return "\n".join([title, *("  " + line for line in columns(lines)), *errors, *foot])
 
 
 def explain(
@@ -240,7 +249,7 @@ def _explained(plan: Plan, on: OneMesh, formulation: Formulation, name: str, val
         fixed = formulation.fixed(dict.fromkeys(values, spec))
         others.append(_alternative(plan, _Fixed(on, fixed), spec, values))
     order = sorted(others, key=lambda each: math.inf if each.overlapped_s is None else each.overlapped_s)
-    return Explanation(name, graph.type_of(values[0]), chosen, tuple(order), plan.mesh)
+    return Explanation(name, graph.type_of(values[0]), chosen, tuple(order), plan.mesh, Bars.of_info(plan.info))
 
 
 def _predicted(spec: Spec, figures: Predicted | Prediction, changed: tuple[str, ...] = ()) -> Alternative:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from autoshard.cost.machine.bars import Bars, bar_text
 from autoshard.dtypes import dtype_bytes
 from autoshard.mesh import AxisGroup, Mesh, Spec, spec_axes
 from autoshard.plans.value import ActivationPlan, CollectiveTotal, Copy, ModuleCost, Plan, TensorPlan
@@ -131,7 +132,9 @@ def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
         lstrip_blocks=True,
     )
     drawings = Drawings(plan.mesh)
-    environment.filters.update(duration=duration, size=size, layout=layout, percent=_percent, at_dots=_at_dots)
+    environment.filters.update(
+        bar_text=bar_text, duration=duration, size=size, layout=layout, percent=_percent, at_dots=_at_dots
+    )
     environment.globals.update(draw=drawings.symbol)
     predicted = plan.predicted
     step = predicted.step_time_s if predicted is not None else 0.0
@@ -140,6 +143,7 @@ def page(plan: Plan, explanations: Sequence[Explanation] = ()) -> str:
         plan=plan,
         title=f"{'Training step' if plan.program.kind == 'train' else 'Forward pass'} on {mesh_text(plan.mesh)}",
         predicted=predicted,
+        bars=Bars.of_info(plan.info),
         step=step,
         tree=tree(plan),
         tried=shortest_first(plan.search),

@@ -61,12 +61,16 @@ def save(figure: Figure, path: Path) -> None:
     files.write(path, buffer.getvalue())
 
 
-def plot_comparison(plans: Mapping[str, Predicted], limit: int | None, title: str) -> Figure:
-    """Step time by parts (a mark where those of weights overlap), MFU, bytes per collective, memory and limit."""
+def plot_comparison(plans: Mapping[str, Predicted], limit: int | None, title: str, off: float = 0.0) -> Figure:
+    """Step time by parts (a mark where those of weights overlap), MFU, bytes per collective, memory and limit.
+
+    Args:
+        off: bar of the step times (`autoshard/cost/machine/bars.py`).
+    """
     names = list(plans)
     figure = _figure(9, 6)
     times, mfu, moved, memory = figure.subplots(2, 2).flat
-    _step_times(times, plans)
+    _step_times(times, plans, off)
     mfu.bar(names, [100 * figures.mfu for figures in plans.values()], color=COMPUTE)
     mfu.set_ylabel("MFU, %")
     _stacked_bytes(moved, plans)
@@ -91,7 +95,7 @@ def _limit(axes: Axes, limit: int, most: int) -> None:
     axes.set_title(f"dashed: the limit of {size(limit)}", fontsize=8)
 
 
-def _step_times(axes: Axes, plans: Mapping[str, Predicted]) -> None:
+def _step_times(axes: Axes, plans: Mapping[str, Predicted], off: float) -> None:
     names = list(plans)
     compute = [1e3 * figures.compute_s for figures in plans.values()]
     axes.bar(names, compute, color=COMPUTE, label="compute")
@@ -99,6 +103,10 @@ def _step_times(axes: Axes, plans: Mapping[str, Predicted]) -> None:
     axes.bar(names, communication, bottom=compute, color=COMMUNICATION, label="communication")
     overlapped = [1e3 * figures.overlapped_s for figures in plans.values()]
     axes.plot(names, overlapped, "_", color=OVERLAPPED, markersize=18, markeredgewidth=1.5, label="with overlap")
+    if off:
+        below = [each * off / (1 + off) for each in overlapped]
+        above = [each * off for each in overlapped]
+        axes.errorbar(names, overlapped, (below, above), fmt="none", ecolor=OVERLAPPED, elinewidth=1, capsize=2)
     axes.set_ylabel("step time, ms")
     _legend_above(axes)
 

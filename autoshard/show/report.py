@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autoshard.cost.machine.bars import Bars, bar_text
 from autoshard.cost.machine.device import DeviceError, default_placement
 from autoshard.mesh import Mesh, Spec, describe_mesh, spec_axes
 from autoshard.plans.value import (
@@ -51,7 +52,7 @@ def plan_report(plan: Plan) -> str:
         *module_table(plan),
     ]
     if plan.predicted is not None:
-        parts += ["", *predicted_lines(plan.predicted, plan.options.memory)]
+        parts += ["", *predicted_lines(plan.predicted, plan.options.memory, Bars.of_info(plan.info))]
     if plan.confirmed is not None:
         parts.append(confirmed_line(plan.confirmed))
     if plan.solver is not None:
@@ -59,7 +60,7 @@ def plan_report(plan: Plan) -> str:
     if plan.refined is not None:
         parts += ["", *refined_lines(plan.refined)]
     if plan.search:
-        parts += ["", *search_lines(plan.search, plan.mesh.shape)]
+        parts += ["", *search_lines(plan.search, plan.mesh.shape, Bars.of_info(plan.info))]
     parts += ["", *remat_lines(plan), *region_lines(plan), *replicated_lines(plan.replicated_ops)]
     return printable("\n".join(parts))
 
@@ -261,17 +262,19 @@ def _values(names: Counter[str]) -> str:
 # --- what it costs -----------------------------------------------------------------------------------------------
 
 
-def predicted_lines(predicted: Predicted, limit: int | None = None) -> list[str]:
-    """Step time and its parts, collectives by kind and axes, memory."""
+def predicted_lines(predicted: Predicted, limit: int | None = None, bars: Bars | None = None) -> list[str]:
+    """Step time and its parts, collectives by kind and axes, memory; how far off they may be, where that is known."""
+    step, memory = (f" {bars.step_text()}", f" {bar_text(bars.memory)}") if bars else ("", "")
     lines = [
-        f"  step time      {duration(predicted.step_time_s)}  (with collectives of weights beside kernels: "
-        f"{duration(predicted.overlapped_s)}; MFU {predicted.mfu:.1%})",
+        f"  step time      {duration(predicted.step_time_s)}{step}; {duration(predicted.overlapped_s)} with "
+        "collectives of weights beside kernels",
+        f"  MFU            {predicted.mfu:.1%}, in sequence, recomputation not counted",
         f"  compute        {duration(predicted.compute_s)}",
         f"  communication  {duration(predicted.communication_s)}",
     ]
     lines += ["    " + line for line in columns([_collective(each) for each in predicted.collectives])]
     of = "" if limit is None else f" of {size(limit)}"
-    return [*lines, f"  peak memory    {size(predicted.peak_memory_bytes)}{of} per device"]
+    return [*lines, f"  peak memory    {size(predicted.peak_memory_bytes)}{memory}{of} per device"]
 
 
 def confirmed_line(confirmed: Confirmation) -> str:
@@ -302,18 +305,21 @@ def shortest_first(tried: Iterable[MeshTried]) -> list[MeshTried]:
     return sorted(tried, key=lambda each: math.inf if each.step_time_s is None else each.step_time_s)
 
 
-def search_lines(tried: Sequence[MeshTried], chosen: Sequence[int]) -> list[str]:
-    """A line per mesh shape, shortest step first, then those without a plan."""
+def search_lines(tried: Sequence[MeshTried], chosen: Sequence[int], bars: Bars | None = None) -> list[str]:
+    """A line per mesh shape, shortest step first, ties with the chosen one marked; then those without a plan."""
+    best = next((each.step_time_s for each in tried if tuple(each.shape) == tuple(chosen)), None)
     rows: list[tuple[str, ...]] = [("mesh", "step", "objective", "bound", "memory", "")]
     for each in shortest_first(tried):
         times = [duration(time) if time is not None else "-" for time in (each.step_time_s, each.objective, each.bound)]
         memory = "-" if each.peak_memory_bytes is None else size(each.peak_memory_bytes)
-        mark = " *" if tuple(each.shape) == tuple(chosen) else ""
+        near = bars is not None and best and each.step_time_s and bars.tied(best, each.step_time_s)
+        mark = " *" if tuple(each.shape) == tuple(chosen) else " ~" if near else ""
         note = each.note if each.outcome == "planned" else f"{each.outcome}: {each.note}"
         rows.append(
             ("x".join(map(str, each.shape)) + mark, *times, memory, note if len(note) < 120 else note[:117] + "...")
         )
-    return [f"Mesh shapes tried: {len(tried)}, * as planned", *("  " + line for line in columns(rows))]
+    foot = [f"  {bars.tie_text()}"] if bars is not None else []
+    return [f"Mesh shapes tried: {len(tried)}, * as planned", *("  " + line for line in columns(rows)), *foot]
 
 
 def refined_lines(refined: Refinement) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoshard.cost.machine.bars import bar_text
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import device_order
 from autoshard.cost.predict import Prediction, predict
@@ -78,6 +79,7 @@ class VerifyReport:
             "target": str(self.target),
             **self.fidelity.as_dict(),
             "predicted_step_time_s": self.prediction.step_time_s,
+            "bars": self.prediction.bars.as_info(),
             "compiled": self.judged.as_dict(),
             "memory": {
                 "predicted_bytes": self.prediction.peak_memory_bytes,
@@ -97,15 +99,16 @@ class VerifyReport:
     def __str__(self) -> str:
         """Tables for the terminal."""
         predicted, compiled = self.prediction.peak_memory_bytes, self.memory_bytes
-        program = self.prediction.compiled
+        program, bars = self.prediction.compiled, self.prediction.bars
         lines = [
             self.fidelity.table(),
-            f"memory per device: predicted {predicted / 1e6:,.1f} MB, compiled {compiled / 1e6:,.1f} MB",
+            f"memory per device: predicted {predicted / 1e6:,.1f} MB {bar_text(bars.memory)}, "
+            f"compiled {compiled / 1e6:,.1f} MB",
             f"products per device: predicted {program.flops / 1e9:,.3f} GFLOP, "
             f"compiled {self.judged.flops / 1e9:,.3f} GFLOP",
             f"memory traffic per device: predicted {program.moved_bytes / 1e6:,.1f} MB, "
             f"compiled {self.judged.bytes / 1e6:,.1f} MB",
-            f"step time: predicted {self.prediction.step_time_s * 1e3:.3f} ms, "
+            f"step time: predicted {self.prediction.step_time_s * 1e3:.3f} ms {bars.step_text()}, "
             f"compiled program under the same device model {self.judged.step_time_s * 1e3:.3f} ms",
         ]
         if self.cycles is not None:
