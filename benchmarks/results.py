@@ -3,8 +3,9 @@
 A row is one plan of one program on one target, or why there is none (`left_out`, `error`). Bytes are per device,
 seconds per step. `collectives` has `kind axes predicted compiled difference` of each kind over each set of axes, in
 bytes; `difference` is what has no counterpart (`autoshard/verify/fidelity.py`). `compiler_s`, if `--cycles` asked for
-it, is what libtpu itself says that the kernels take (`autoshard/verify/cycles.py`). Of a solve: the `limit` of memory
-that it was to keep, the objective, the problem's nodes, the gap as a part of the objective, its CPU seconds.
+it, is what libtpu itself says that the kernels take (`autoshard/verify/cycles.py`), and `compiler_step_s` a step. Of a
+solve: the `limit` of memory that it was to keep, the objective, the problem's nodes, the gap as a part of the
+objective, its CPU seconds.
 """
 
 from __future__ import annotations
@@ -32,8 +33,22 @@ FIGURES = (
     "compiled_overlapped_s",
 )
 CYCLES = "compiler_s"
+CLOCK = "compiler_step_s"
 SOLVE = ("limit", "gap")
-COLUMNS = (*KEY, *FIGURES, "collectives", "left_out", "error", "sources", "commit", "date", "versions", CYCLES, *SOLVE)
+COLUMNS = (
+    *KEY,
+    *FIGURES,
+    "collectives",
+    "left_out",
+    "error",
+    "sources",
+    "commit",
+    "date",
+    "versions",
+    CYCLES,
+    *SOLVE,
+    CLOCK,
+)
 """New ones come last, so that rows without them stay as they are."""
 PACKAGES = ("jax", "libtpu", "torch", "torch_xla", "transformers")
 
@@ -73,7 +88,9 @@ def flat(report: Row) -> Row:
         f"{side}_{name}": pair[n] for name, pair in figures.items() for n, side in enumerate(("predicted", "compiled"))
     }
     overlapped = {"compiled_overlapped_s": compiled["overlapped_s"]}
-    cycles = {CYCLES: report["cycles"]["seconds"]} if "cycles" in report else {}
+    cycles = {}
+    if "cycles" in report:
+        cycles = {CYCLES: report["cycles"]["seconds"], CLOCK: report["cycles"]["step_time_s"]}
     fidelity = float("inf") if report["fidelity"] is None else report["fidelity"]
     return {"fidelity": fidelity, **both, **overlapped, **cycles, "collectives": "; ".join(collectives)}
 
@@ -85,7 +102,7 @@ def read(path: Path) -> list[Row]:
     with path.open(newline="") as lines:
         rows: list[Row] = [{name: text for name, text in each.items() if text} for each in csv.DictReader(lines)]
     for row in rows:
-        row.update({name: float(row[name]) for name in (*FIGURES, CYCLES, *SOLVE) if name in row})
+        row.update({name: float(row[name]) for name in (*FIGURES, CYCLES, CLOCK, *SOLVE) if name in row})
     return list({key(row): row for row in rows}.values())
 
 

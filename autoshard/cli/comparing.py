@@ -28,6 +28,9 @@ from autoshard.show.terminal import say
     help="auto, dp, fsdp, megatron, sequence, hf-tp…, or PLAN.JSON files; default auto and all that fit the program.",
 )
 @click.option("--target", metavar="TARGET", help="Also compile every plan for it: tpu-v5e:2x4, h100:8, cpu.")
+@click.option(
+    "--cycles", is_flag=True, help="TPU targets: also libtpu's own estimate of a step; minutes for each plan."
+)
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="For the automatic plan, as of `plan`.")
 @click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
@@ -41,6 +44,7 @@ def compare(
     placement: str | None,
     plans: str | None,
     target: str | None,
+    cycles: bool,
     memory: str | None,
     hints: Sequence[str],
     time_limit: float,
@@ -59,6 +63,8 @@ def compare(
         mesh = comparison.comparison_mesh(mesh_shape, None, target, axes)
     else:
         mesh = comparison.comparison_mesh(Mesh.parse(mesh_shape, axes, device or "cpu", placement), device, target)
+    if cycles and target is None:
+        raise ValueError("--cycles is what a TPU's compiler says of compiled plans: give --target, too")
     limit = parse_limit(memory)
     wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
     names, paths = _asked(plans)
@@ -77,6 +83,7 @@ def compare(
             plans=names,
             others=others,
             target=target,
+            cycles=cycles,
             options=PlanningOptions(memory=limit, hints=wanted, time_limit=time_limit, progress=stages.begin),
         )
         if plot is not None:

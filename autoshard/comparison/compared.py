@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from autoshard.api import Plan
 from autoshard.cost.machine.bars import Bars, bar_text
+from autoshard.cost.machine.device import load_device
 from autoshard.errors import ManualPlanError
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.graph.ops import Graph
@@ -35,6 +36,7 @@ from autoshard.stablehlo.reader import build_graph
 from autoshard.text import columns
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.compile import CompileError
+from autoshard.verify.cycles import check_clock
 from autoshard.verify.targets import Target, on_target, parse_target
 
 AUTO = "auto"
@@ -49,6 +51,7 @@ class Row:
         plan: with its prediction.
         compiled: the same figures of the compiled program; None where nothing was compiled.
         fidelity: bytes of collectives without a counterpart over bytes compiled; None where nothing was compiled.
+        clock_s: step time of the compiled program by libtpu's own estimates; None where they were not asked for.
         error: why the target's compiler failed on it, in words; empty where it did not, or was not asked.
     """
 
@@ -56,6 +59,7 @@ class Row:
     plan: Plan = field(repr=False)
     compiled: Predicted | None = None
     fidelity: float | None = None
+    clock_s: float | None = None
     error: str = ""
 
     @property
@@ -139,6 +143,7 @@ class Comparison:
                     "fits_memory": self._fits(row.predicted),
                     "compiled": row.compiled and plain(replace(row.compiled, modules=())),
                     "fidelity": row.fidelity,
+                    "compiler_step_time_s": row.clock_s,
                     "error": row.error or None,
                 }
                 for row in self.rows
@@ -171,6 +176,9 @@ class Comparison:
         header = ["plan", "step", "overlapped", "compute", "communication", "MFU", "bytes moved", "memory", "of limit"]
         if compiled:
             header.append("bytes mispredicted")
+        clocked = compiled and any(row.clock_s is not None for row in self.rows)
+        if clocked:
+            header.append("step by libtpu")
         lines, bars = [header], self.bars
         fitting = [figures.overlapped_s for _, figures in self._figures(compiled) if self._fits(figures)]
         for row, figures in self._figures(compiled):
@@ -181,6 +189,8 @@ class Comparison:
             line = [row.name + " ~" * near, *map(duration, times), f"{figures.mfu:.1%}", size(moved), size(peak), share]
             if compiled:
                 line.append("-" if row.fidelity is None else f"{row.fidelity:.1%}")
+            if clocked:
+                line.append("-" if row.clock_s is None else duration(row.clock_s))
             lines.append(line)
         ratio = self.ratio(compiled=compiled)
         said = [] if ratio is None else [f"  auto / best other that fits: {ratio:.3f}"]
@@ -220,6 +230,7 @@ def compare(
     plans: Sequence[str] | None = None,
     others: Mapping[str, Plan] | None = None,
     target: str | None = None,
+    cycles: bool = False,
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
     hints: Mapping[str, Hint] | None = None,
     time_limit: float = 60.0,
@@ -233,6 +244,7 @@ def compare(
         plans: names: `auto`, and those of `autoshard.manual.PLANS`; default `auto` and all that apply.
         others: name -> any other plan of the same program for the same mesh.
         target: also compile every plan for it, such as `tpu-v5e:2x4` or `h100:8`; its devices need not be present.
+        cycles: a TPU's compiler also estimates every kernel (minutes for each plan).
 
     Raises:
         ValueError: a name that no plan has; and as `plan`.
@@ -246,7 +258,9 @@ def compare(
         program = capture_of()(
             model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train, switches=switches_for(where.device)
         )
-        return compare_program(program, where, plans=plans, others=others, target=target, options=options)
+        return compare_program(
+            program, where, plans=plans, others=others, target=target, cycles=cycles, options=options
+        )
 
 
 def comparison_mesh(
@@ -278,10 +292,16 @@ def compare_program(
     plans: Sequence[str] | None = None,
     others: Mapping[str, Plan] | None = None,
     target: str | None = None,
+    cycles: bool = False,
     options: PlanningOptions | None = None,
 ) -> Comparison:
     """`compare` of a captured program; `options` are for the automatic plan."""
     names, options = check_names(plans), options or PlanningOptions()
+    for_target = None if target is None else parse_target(target, mesh.size)
+    if cycles and for_target is None:
+        raise ValueError("cycles=True needs a target whose compiler estimates them, such as target='tpu-v5e:2x4'")
+    if cycles and for_target is not None:
+        check_clock(for_target, load_device(for_target.device))
     options.progress("graph")
     graph = build_graph(program)
     made: dict[str, Plan] = {}
@@ -302,8 +322,8 @@ def compare_program(
             raise ValueError(f"two plans are called {name!r}")
         made[name] = _other(plan, graph, mesh)
     rows = tuple(Row(name, plan) for name, plan in made.items())
-    if target is not None:
-        rows = tuple(_compiled(row, graph, mesh, parse_target(target, mesh.size), options.progress) for row in rows)
+    if for_target is not None:
+        rows = tuple(_compiled(row, graph, mesh, for_target, cycles, options.progress) for row in rows)
     return Comparison(mesh, options.memory_on(mesh), rows, left_out, target or "")
 
 
@@ -331,7 +351,7 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     return Plan.of(found)
 
 
-def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, say: Progress) -> Row:
+def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, cycles: bool, say: Progress) -> Row:
     """The row with the figures of the compiled program."""
     say(f"compile {row.name} for {target}")
     annotations = annotations_of(row.plan, graph)
@@ -342,6 +362,7 @@ def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, say: Progress)
             mesh,
             target,
             annotate(graph.program, graph, annotations, mesh, platform=target.family),
+            cycles=cycles,
         )
     except CompileError as error:
         return Row(row.name, row.plan, error=str(error))
@@ -360,4 +381,4 @@ def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, say: Progress)
         peak_memory_bytes=report.memory_bytes,
     )
     fidelity = report.fidelity.value
-    return Row(row.name, row.plan, compiled, None if fidelity == float("inf") else fidelity)
+    return Row(row.name, row.plan, compiled, None if fidelity == float("inf") else fidelity, report.clock_s)

@@ -53,6 +53,11 @@ class Cycles:
         """Seconds of the kernels with an estimate."""
         return self.cycles / self.clock
 
+    @property
+    def unestimated_s(self) -> float:
+        """Seconds under the device model of kernels without an estimate, none of those that run beside others."""
+        return sum(seconds for kind, (_, seconds) in self.without.items() if not kind.startswith("async "))
+
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {

@@ -184,3 +184,28 @@ def test_mesh_shapes_are_drawn_with_their_bounds():
     assert [bar.get_height() for bar in axes.patches] == [10, 20, 0]
     assert [bar.get_alpha() for bar in axes.patches] == [1, 0.5, 0.5]
     assert list(axes.lines[0].get_ydata()) == [10, 18, 12]
+
+
+def test_the_compilers_clock_stands_beside():
+    pytest.importorskip("libtpu")
+    found = autoshard.compare(
+        network(),
+        INPUTS,
+        mesh="2x4",
+        loss_fn=torch.nn.functional.mse_loss,
+        optimizer=sgd,
+        target="tpu-v5e:2x4",
+        plans=["auto", "dp"],
+        cycles=True,
+    )
+    for row, said in zip(found.rows, found.to_dict()["plans"], strict=True):
+        assert row.error == ""
+        assert 0 < row.clock_s == said["compiler_step_time_s"]
+    assert "step by libtpu" in str(found)
+
+
+def test_the_compilers_clock_needs_a_tpu():
+    loss_fn = torch.nn.functional.mse_loss
+    for target, said in (("cpu", "only libtpu estimates cycles"), (None, "cycles=True needs a target")):
+        with pytest.raises(ValueError, match=said):
+            autoshard.compare(network(), INPUTS, loss_fn=loss_fn, mesh="2x2", target=target, plans=["dp"], cycles=True)

@@ -8,8 +8,11 @@ from autoshard.cost.machine.device import load_device
 from autoshard.graph.body import Body
 from autoshard.graph.ops import Op
 from autoshard.program import TensorType
-from autoshard.verify.cycles import check_clock, compiled_cycles, loop_trips
+from autoshard.verify.check import VerifyReport
+from autoshard.verify.cycles import Cycles, check_clock, compiled_cycles, loop_trips
+from autoshard.verify.fidelity import fidelity
 from autoshard.verify.hlo_text import parse_hlo
+from autoshard.verify.judge import Judged
 from autoshard.verify.targets import TargetError, parse_target
 from tests.verify.small import program
 
@@ -158,3 +161,21 @@ def test_a_target_or_a_kind_without_a_clock_says_what_to_do():
         check_clock(parse_target("h100:8"), load_device("h100:8"))
     with pytest.raises(TargetError, match=r"the clock of device kind tpu-v5e is not known: .* a line such as clock = "):
         check_clock(parse_target("tpu-v5e:2x4"), replace(V5E, clock=0.0))
+
+
+def test_a_step_by_libtpus_clock_adds_what_nothing_hides():
+    """Kernels, those without an estimate unless they run beside others, and collectives that stand alone."""
+    cycles = Cycles(3_000_000, 1.5e9, 0.001, {"gather": (1, 5e-4), "async copy": (9, 7e-4), "all-reduce": (2, 0.0)})
+    judged = Judged(communication_s=0.004, compute_s=0.003, flops=0, bytes=0, collective_bytes=0, overlapped_s=0.005)
+    report = VerifyReport(
+        target=parse_target("tpu-v5e:2x4", 8),
+        fidelity=fidelity((), ()),
+        prediction=None,
+        judged=judged,
+        memory_bytes=0,
+        cycles=cycles,
+    )
+    assert report.clock_s == pytest.approx(0.002 + 0.0005 + 0.002)
+    serial = replace(report, judged=replace(judged, overlapped_s=None))
+    assert serial.clock_s == pytest.approx(0.002 + 0.0005 + 0.004)
+    assert replace(report, cycles=None).clock_s is None
