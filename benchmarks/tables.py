@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from models import DEVELOPED, HELD_OUT, LARGE, MODELS
-from results import FIGURES, RESULTS, Row, read
+from results import CLOCK, FIGURES, RESULTS, Row, read
 from tabulate import tabulate
 
 from autoshard.cost.machine import cycles
@@ -73,8 +73,8 @@ FILES = {
         list(product(DEVELOPED, TPUS, PLANS[:4])),
     ),
     "quality": (
-        "python benchmarks/quality.py",
-        list(product(QUALITY_MODELS, ("tpu-v5e:2x4", "tpu-v5e:4x4", "h100:8", "h100:2x8"), ("solver", "plan()"))),
+        "python benchmarks/quality.py --best 2 --cycles",
+        list(product(QUALITY_MODELS, ("tpu-v5e:2x4", "h100:8", "h100:2x8"), ("solver", "plan()"))),
     ),
     "bf16_gpu": (
         "python benchmarks/bf16.py",
@@ -291,10 +291,17 @@ def tight() -> str:
         free, within = found.get("unlimited", {}), found.get("tight", {})
         if "compiled_s" not in free:
             continue
-        line = [model, SHOWN[target], memory(free), f"{within['limit'] / 1e6:.1f}", "none found", milliseconds(free)]
+        line = [
+            model,
+            SHOWN[target],
+            memory(free),
+            f"{within['limit'] / 1e6:.1f}",
+            "none found",
+            f"{1e3 * free['compiled_s']:.3f}",
+        ]
         if "compiled_s" in within:
             line[4] = memory(within)
-            line += [milliseconds(within), ratio(within["compiled_s"] / free["compiled_s"])]
+            line += [f"{1e3 * within['compiled_s']:.3f}", ratio(within["compiled_s"] / free["compiled_s"])]
             line += [f"{within['gap']:.2%}" if "gap" in within else "not known"]
         lines.append(line)
     headers = ["model", "target", "no limit: MB predicted, compiled", "limit, MB", "within it: MB predicted, compiled"]
@@ -302,19 +309,6 @@ def tight() -> str:
 
 
 # Quality
-
-
-def milliseconds(row: Row | None) -> str:
-    """Of a step: as compiled, or as predicted, in parentheses."""
-    if row is None or "predicted_s" not in row:
-        return ""
-    return f"{1e3 * row['compiled_s']:.3f}" if "compiled_s" in row else f"({1e3 * row['predicted_s']:.3f})"
-
-
-def over_best(found: dict[str, Row], plan: str, figure: str = "compiled_s") -> float | None:
-    """A plan's figure over that of the best by hand; None where one is missing."""
-    best = min((row[figure] for name, row in found.items() if name in BY_HAND and figure in row), default=None)
-    return found[plan][figure] / best if best and figure in found.get(plan, {}) else None
 
 
 def by_place(name: str) -> dict[tuple[str, str], dict[str, Row]]:
@@ -325,143 +319,55 @@ def by_place(name: str) -> dict[tuple[str, str], dict[str, Row]]:
     return places
 
 
-def best(found: dict[str, Row]) -> str:
-    """The plan by hand that is fastest as compiled."""
-    times = {name: found[name]["compiled_s"] for name in BY_HAND if "compiled_s" in found.get(name, {})}
-    return min(times, key=times.__getitem__, default="")
-
-
 def ratio(value: float | None) -> str:
     """Three digits."""
     return "" if value is None else f"{value:.3f}"
 
 
-def steps() -> str:
-    """Step times of `compiled.csv`, ms."""
-    lines = [
-        [*place, *(milliseconds(found.get(plan)) for plan in PLANS), best(found), ratio(over_best(found, "auto"))]
-        for place, found in sorted(
-            by_place("compiled").items(), key=lambda each: ([*MODELS].index(each[0][0]), TARGETS.index(each[0][1]))
-        )
-    ]
-    return markdown(lines, ["model", "target", *PLANS, "best by hand", "auto / best"])
+CLOCKS = {"compiled_s": "in sequence", "compiled_overlapped_s": "as scheduled", CLOCK: "by libtpu"}
+"""Step time of a compiled program -> how the tables call it."""
 
 
-def quality(family: str) -> str:
-    """All plans by hand beside the automatic ones, ms."""
-    made = [plan for plan in BY_HAND if any(plan in found for found in by_place("quality").values())]
-    lines = [
-        [
-            *place,
-            *(milliseconds(found.get(plan)) for plan in ("solver", "plan()", *made)),
-            best(found),
-            ratio(over_best(found, "solver")),
-            ratio(over_best(found, "plan()")),
-            ratio(over_best(found, "plan()", "compiled_overlapped_s")),
-        ]
-        for place, found in by_place("quality").items()
-        if place[1].startswith(family)
-    ]
-    over = ["solver / best", "plan() / best", "overlapped"]
-    return markdown(lines, ["model", "target", "solver", "plan()", *made, "best by hand", *over])
+def over_best(found: dict[str, Row], plan: str, figure: str) -> float | None:
+    """A plan's figure over that of the best by hand; None where one is missing."""
+    best = min((row[figure] for name, row in found.items() if name in BY_HAND and figure in row), default=None)
+    return found[plan][figure] / best if best and figure in found.get(plan, {}) else None
 
 
-@cache
-def ratios() -> dict[tuple[str, str], float]:
-    """(model, target) -> the solver's plan over the best by hand of all that were compiled."""
-    found: dict[tuple[str, str], dict[str, Row]] = {}
-    for name, automatic in (("compiled", "auto"), ("quality", "solver")):
-        for place, plans in by_place(name).items():
-            found.setdefault(place, {}).update({"auto" if k == automatic else k: row for k, row in plans.items()})
-    every = {place: over_best(plans, "auto") for place, plans in found.items()}
-    return {place: value for place, value in every.items() if value is not None}
+def quality() -> str:
+    """The solver's plan beside the plans by hand that were compiled, ms as scheduled."""
+    lines = []
+    for place, found in by_place("quality").items():
+        times = {name: row["compiled_overlapped_s"] for name, row in found.items() if "compiled_overlapped_s" in row}
+        by_hand = sorted((seconds, name) for name, seconds in times.items() if name in BY_HAND)
+        listed = ", ".join(f"{name} {1e3 * seconds:.3f}" for seconds, name in by_hand)
+        own = [f"{1e3 * times[plan]:.3f}" if plan in times else "" for plan in ("solver", "plan()")]
+        over = (over_best(found, "solver", figure) for figure in CLOCKS)
+        lines.append([*place, *own, listed, *("" if value is None else f"{value:.3f}" for value in over)])
+    return markdown(lines, ["model", "target", "solver", "plan()", "by hand", *CLOCKS.values()])
 
 
 def qualities() -> str:
-    """Per target the range of `ratios`; then who is above 1, and what the batch alone splits."""
+    """Per target the range of the solver's plan over the best by hand, by each clock; then who is above 1."""
+    places = by_place("quality")
+    ratios = {
+        (*place, shown): value
+        for place, found in places.items()
+        for figure, shown in CLOCKS.items()
+        if (value := over_best(found, "solver", figure)) is not None
+    }
     lines = []
-    for target, shown in SHOWN.items():
-        values = [value for (_, on), value in ratios().items() if on == target]
-        if values:
-            below = sum(value < 0.9 for value in values)
-            lines.append([shown, str(len(values)), f"{min(values):.2f} to {max(values):.2f}", str(below)])
-    above = sorted(((v, p) for p, v in ratios().items() if v > 1.0005), reverse=True)
-    listed = ", ".join(f"{model} on {SHOWN[target]} ({value:.3f})" for value, (model, target) in above) or "none"
-    batch = [value for (model, _), value in ratios().items() if model in ("resnet", "unet", "vit")]
-    table = markdown(lines, ["target", "models", "automatic / best by hand", "below 0.9"])
-    text = f"**Above 1 are {len(above)} of {len(ratios())}**: {listed}."
-    if batch:
-        text += f" ResNet, U-Net and ViT, which mostly split by the batch, {min(batch):.2f} to {max(batch):.2f}."
-    return f"{table}\n\n{text}"
-
-
-def overruled() -> str:
-    """The plan by hand that `plan()` takes for DLRM on v5e, and why it is not faster."""
-    found = by_place("compiled").get(("dlrm", "tpu-v5e:2x4"), {})
-    if not {"auto", "embedding"} <= {*found}:
-        return "The rows of DLRM on v5e are not made."
-    figures = {
-        f"{side}_{figure}": " and ".join(
-            f"{scale * found[plan][f'{side}_{figure}']:,.{digits}f}" for plan in ("embedding", "auto")
-        )
-        for side in ("predicted", "compiled")
-        for figure, scale, digits in (("s", 1e3, 2), ("traffic", 1e-6, 0))
-    }
-    return (
-        "For DLRM on 2x4 `plan()` takes `embedding`, which is predicted to be faster than the solver's plan "
-        f"({figures['predicted_s']} ms) and as compiled is not ({figures['compiled_s']} ms): mostly memory traffic "
-        f"is mispredicted ({figures['predicted_traffic']} MB predicted, {figures['compiled_traffic']} compiled)."
-    )
-
-
-@cache
-def figures() -> dict[tuple[str, str], float]:
-    """(what, of which target) -> figure, in percent where it is a share; those that `before.csv` has older ones of."""
-    found: dict[tuple[str, str], float] = {}
-    for target in TARGETS:
-        some = [row for row in judged("compiled") if row["target"] == target]
-        if some:
-            found["plans", target] = len(some)
-            found["distinct programs", target] = distinct(some)
-            found["bytes of collectives off, mean", target] = mean(row["fidelity"] for row in some)
-            found["bytes of collectives off, worst", target] = 100 * max(row["fidelity"] for row in some)
-            for what, figure in (("memory", "memory"), ("step time", "s"), ("memory traffic", "traffic")):
-                found[f"{what} off, mean", target] = mean(off(row, figure) for row in some)
-    worst = {"albert": ("fsdp", TPUS[0], "memory"), "deberta-v2": ("fsdp", TPUS[0], "bytes")}
-    worst |= {"beit": ("auto", TPUS[0], "bytes"), "mamba2": ("megatron", "h100:8", "bytes")}
-    for model, (plan, target, figure) in worst.items():
-        row = by_place("developed").get((model, target), {}).get(plan, {})
-        if "compiled_s" in row:
-            value = row["fidelity"] if figure == "bytes" else abs(off(row, figure))
-            found[f"{model}, {plan}: {figure} off", target] = 100 * value
-    for target in SHOWN:
-        values = [value for (_, on), value in ratios().items() if on == target]
-        if values:
-            found["models with a ratio", target] = len(values)
-            found["automatic / best by hand, least", target] = min(values)
-            found["automatic / best by hand, most", target] = max(values)
-    found |= {
-        ("automatic / best by hand, t5", target): ratios()["t5", target]
-        for target in TARGETS
-        if ("t5", target) in ratios()
-    }
-    return found
-
-
-def changed() -> str:
-    """What these pages said before the rows were kept, beside what the rows say."""
-    with (RESULTS / "before.csv").open(newline="") as lines:
-        older = {(each["what"], each["target"]): each["before"] for each in csv.DictReader(lines)}
-    whats = dict.fromkeys(what for what, _ in older)
-    targets = [target for target in SHOWN if any(on == target for _, on in older)]
-
-    def cell(what: str, target: str) -> str:
-        before, now = older.get((what, target)), figures().get((what, target))
-        digits = len((before or "").partition(".")[2])
-        return "" if before is None else f"{before} / {'not made' if now is None else f'{now:.{digits}f}'}"
-
-    lines = [[what, *(cell(what, target) for target in targets)] for what in whats]
-    return markdown(lines, ["before / now", *(SHOWN[target] for target in targets)])
+    for target, title in SHOWN.items():
+        of = {
+            c: [value for (_, on, clock), value in ratios.items() if (on, clock) == (target, c)]
+            for c in CLOCKS.values()
+        }
+        if most := max(map(len, of.values())):
+            cells = (f"{min(values):.2f} to {max(values):.2f}" if values else "" for values in of.values())
+            lines.append([title, str(most), *cells])
+    above = sorted(((value, *place) for place, value in ratios.items() if value > 1.0005), reverse=True)
+    listed = ", ".join(f"{model} on {SHOWN[on]} ({value:.3f} {clock})" for value, model, on, clock in above) or "none"
+    return f"{markdown(lines, ['target', 'models', *CLOCKS.values()])}\n\n**Above 1: {listed}.**"
 
 
 def random_nets() -> str:
@@ -554,12 +460,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tight": tight,
     "random_nets": random_nets,
     "remat": remat,
-    "steps": steps,
-    "quality_tpu": partial(quality, "tpu"),
-    "quality_h100": partial(quality, "h100"),
+    "quality": quality,
     "qualities": qualities,
-    "overruled": overruled,
-    "changed": changed,
     "measured": measured_errors,
     "cycles": cycles_errors,
     **{f"made_{name}": partial(made, name) for name in FILES},

@@ -68,8 +68,6 @@ ROW = {"left_out", "error", "fidelity", "predicted_s", "objective_s"}
 def test_rows_say_what_made_them(benchmark):
     results = benchmark("results")
     for path in results.RESULTS.glob("*.csv"):
-        if path.name == "before.csv":
-            continue
         rules = path.name == "ablation.csv"  # a row is about a rule, not a plan
         own = rules or path.name in ("real.csv", "remat.csv")  # columns of its own
         found = list(csv.DictReader(path.open(newline=""))) if own else results.read(path)
