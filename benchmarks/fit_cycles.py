@@ -2,11 +2,14 @@
 
     python benchmarks/fit_cycles.py --measure tpu-v5e:2x4 --seeds 0:20     # compile random nets, keep their kernels
     python benchmarks/fit_cycles.py --products tpu-v5e:2x4 --seeds 0:40    # compile chains of products, keep these
+    python benchmarks/fit_cycles.py --convolutions tpu-v5e:2x4 --seeds 0:40    # and single convolutions
     python benchmarks/fit_cycles.py --write tpu-v5e                        # fit, with errors on the nets held out
     python benchmarks/fit_cycles.py --check tpu-v5e                        # these errors again
+    python benchmarks/fit_cycles.py --check tpu-v5e --into convolutions    # write those of convolutions
 
 A net (`random_steps.py`) is split by a plan by hand that its seed draws, and compiled to the end, a CPU minute or two.
-Chains of products (`random_products.py`) take seconds. Kernels are kept in `out/cycles/`, per seed, and not made again.
+Chains of products (`random_products.py`) and single convolutions with their gradients (`random_convolutions.py`) take
+seconds. Kernels are kept in `out/cycles/`, per seed, and not made again.
 Every third seed is held out.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import random_convolutions
 import random_products
 from compiled import mesh_on
 from random_steps import step
@@ -114,7 +119,7 @@ class Table:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Of `kernels`."""
-        names = ("batch", "m", "n", "k", "narrow", "convolution")
+        names = ("batch", "m", "n", "k", "taps", "narrow", "convolution")
         none = dict.fromkeys(names, 0)
         self.products = np.array(
             [[(row["products"] or [none])[0][name] for name in names] for row in rows], float
@@ -127,12 +132,12 @@ class Table:
     def predicted(self, of: Constants, device: Device) -> Array:
         """Cycles under the model."""
         away = self.moved > 0
-        products = product_cycles(np.array([*self.products[:5], away]), of, device)
-        return kernel_cycles(products, self.products[4], self.registers, self.moved, of, device)
+        products = product_cycles(np.array([*self.products[:6], away]), of, device)
+        return kernel_cycles(products, self.products[5], self.registers, self.moved, of, device)
 
     def sets(self) -> dict[str, Array]:
         """Name -> which kernels."""
-        has, slides = self.products[0] > 0, self.products[5] > 0
+        has, slides = self.products[0] > 0, self.products[6] > 0
         return {
             "products": has & ~slides,
             "convolutions": slides,
@@ -180,8 +185,12 @@ def errors(table: Table, of: Constants, device: Device) -> dict[str, dict[str, f
 
 def read(kind: str, held_out: bool) -> Table:
     """The kernels of a kind's nets, those held out or the others."""
-    paths = [path for path in (OUT / kind).glob("*.jsonl") if (int(path.stem[3:]) % HELD_OUT == 0) == held_out]
+    paths = [path for path in (OUT / kind).glob("*.jsonl") if (_seed(path) % HELD_OUT == 0) == held_out]
     return Table([json.loads(line) for path in sorted(paths) for line in path.read_text().splitlines() if line])
+
+
+def _seed(path: Path) -> int:
+    return int(re.sub(r"\D", "", path.stem))
 
 
 HEAD = """\
@@ -211,15 +220,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", metavar="TARGET")
     parser.add_argument("--products", metavar="TARGET")
+    parser.add_argument("--convolutions", metavar="TARGET")
     parser.add_argument("--seeds", default="0:20", help="first:last, without the last")
     parser.add_argument("--write", metavar="KIND")
     parser.add_argument("--check", metavar="KIND")
+    parser.add_argument("--into", metavar="SET", help="with --check: write this set's errors, leave all else")
     asked = parser.parse_args()
     seeds = range(*map(int, asked.seeds.split(":")))
     if asked.measure:
         measure(asked.measure, seeds, "net", net)
     if asked.products:
         measure(asked.products, seeds, "dot", lambda seed, _: random_products.module(seed))
+    if asked.convolutions:
+        measure(asked.convolutions, seeds, "conv", lambda seed, _: random_convolutions.module(seed))
     if kind := asked.write or asked.check:
         device, document = load_device(kind), tomllib.loads(FILE.read_text()) if FILE.exists() else {}
         if asked.write:
@@ -228,11 +241,14 @@ def main() -> None:
             found["vector"] = dict(zip(CLASSES, of.vector, strict=True))
             found |= {"version": metadata.version("libtpu"), "errors": errors(read(kind, True), of, device)}
             document[kind] = found
-            FILE.write_text("\n\n".join([HEAD.rstrip(), *(text(*item) for item in sorted(document.items()))]) + "\n")
         else:
             known = cycles.model(kind)
             assert known is not None, f"{kind} is not in {FILE.name}"
             found = {"errors": errors(read(kind, True), known.constants, device)}
+            if asked.into:
+                document[kind]["errors"][asked.into] = found["errors"][asked.into]
+        if asked.write or asked.into:
+            FILE.write_text("\n\n".join([HEAD.rstrip(), *(text(*item) for item in sorted(document.items()))]) + "\n")
         for name, error in found["errors"].items():
             print(kind, name, {key: round(each, 3) for key, each in error.items()})
 

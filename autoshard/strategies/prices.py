@@ -133,10 +133,11 @@ class Prices:
         places = {value: place for place, value in enumerate(self._locals(group))} if known else {}
         if not all(value in places for value in op.operands[:3]):
             return flops / self.device.reachable_flops(dtype)
-        operands = [(self.graph.type_of(v).shape, ways.shape.value_dims[places[v]]) for v in op.operands[:3]]
+        values = (*op.operands[:3], *(value for value in (Value(op.id),) if value in places))
+        arrays = [(self.graph.type_of(value).shape, ways.shape.value_dims[places[value]]) for value in values]
         found = np.zeros(len(ways))
         for index, assignment in enumerate(ways.assignments):
-            shapes = [self.mesh.shard_shape(shape, spec_of(dims, assignment)) for shape, dims in operands]
+            shapes = [self.mesh.shard_shape(shape, spec_of(dims, assignment)) for shape, dims in arrays]
             found[index] = matrix_seconds(op, shapes, float(flops[index]), dtype, self.device)
         return found
 

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
-from autoshard.cost.machine.cycles import TILE, Done, Products, class_of
+from autoshard.cost.machine.cycles import TILE, Done, Products, class_of, convolved
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module
 
 LOOPS = frozenset(
@@ -21,6 +21,7 @@ _PAGE = 4 * TILE
 _MINOR = re.compile(r"\w+\[[\d,]*\]\{(\d+)")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
+_GROUPS = re.compile(r"feature_group_count=(\d+)")
 _BATCH = re.compile(r'lhs_batch_dims=\{[\d,]*\}|"lhs_batch_dimensions":\[[^\]]*\]')
 _LIBRARY = ("__cublas$", "__onednn$matmul")
 _REDUCED = re.compile(r"dimensions=\{([\d,]*)\}")
@@ -107,21 +108,32 @@ def _matrices(flops: float, computation: Computation, product: Instruction, narr
 
 
 def _products(flops: float, computation: Computation, product: Instruction, narrow: bool) -> Products | None:
-    """The matrices of a convolution, as libtpu writes products too: batch dims are windows as large as the dim."""
+    """A convolution, which libtpu writes products as too: batch dims are windows as large as the dim."""
     labels = _LABELS.search(product.rest)
     operands = list(computation.operand_shapes(product))
     made = product.shapes[0]
     if labels is None or len(operands) < 2 or not made.elements:
         return None
-    left, _, out = labels.groups()
+    left, right, out = labels.groups()
+    lhs, rhs = operands[0].dims, operands[1].dims
     window = _WINDOW.search(product.rest)
     given = dict(item.split("=") for item in window[1].split()) if window else {}
-    batch, slides = 1, False
-    for place, size in enumerate(int(size) for size in given.get("size", "").split("x") if size):
-        reads, makes = operands[0].dims[left.index(str(place))], made.dims[out.index(str(place))]
+    batch, free, slides = 1, [], False
+    for place in filter(str.isdigit, sorted(out)):
+        reads, size, makes = lhs[left.index(place)], rhs[right.index(place)], made.dims[out.index(place)]
         if size == makes == reads:
             batch *= size
-        else:
-            slides = slides or (size > 1 and makes > 1)
+        elif makes > 1:
+            free.append(place)
+            slides = slides or size > 1
+    if slides or len(free) > 1:
+        groups = _GROUPS.search(product.rest)
+        attrs = {
+            "rhs": [right.index(each) for each in ("o", "i", *filter(str.isdigit, sorted(out)))],
+            "out": [out.index(each) for each in ("b", "f", *filter(str.isdigit, sorted(out)))],
+            "lhs_dilation": [int(size) for size in given.get("lhs_dilate", "1").split("x")],
+            "feature_groups": int(groups[1]) if groups else 1,
+        }
+        return convolved(rhs, made.dims, attrs, narrow)
     columns = made.dims[out.index("f")]
-    return Products(batch, made.elements / columns / batch, columns, flops / 2 / made.elements, narrow, slides)
+    return Products(batch, made.elements / columns / batch, columns, flops / 2 / made.elements, narrow)

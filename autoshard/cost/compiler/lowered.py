@@ -113,8 +113,8 @@ class Step:
         inner: of loops and branches, bytes per device that their bodies read and write, and their kernels.
         parts: of the permutes of a windowed einsum, their number.
         turns: of an attention kernel, how often it reads keys and values.
-        shapes: of a `dot_general` or an attention, local operand shapes as it reads them; the operand's array may have
-            another shape through a bitcast.
+        shapes: of a `dot_general`, a convolution or an attention, local operand shapes as it reads them; the operand's
+            array may have another shape through a bitcast. Of a convolution also that of its result.
     """
 
     kind: str
@@ -441,7 +441,9 @@ class _Lowering:
         if op.kind in BODIES:
             size, kernels = body_work(op)
             inner = size * share, kernels
-        shapes = self._read(op) if op.kind == "dot_general" else ()
+        shapes = self._read(op) if op.kind in ("dot_general", "convolution") else ()
+        if op.kind == "convolution":
+            shapes = (*shapes, self.shardings.subaxes.shard(op.results[0].shape, tilings[0]))
         self._step(op.kind, op.id, arrays, made, flops, values=held, inner=inner, shapes=shapes)
         if op.kind in REPEATABLE:
             self.numbers[key] = tuple(made)

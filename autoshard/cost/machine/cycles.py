@@ -1,14 +1,16 @@
 """Seconds of a TPU's kernels, by a model fitted to the estimates that libtpu writes into its programs (`cycles.toml`).
 
 The matrix units work through a product in output tiles of 8 x 128, each with a pass per 128 (v6e: 256) contracted
-elements; bf16 results are packed on the way out, operands loaded. The vector unit works through all other arrays tile
-by tile. A kernel takes about the longer of that and of its traffic to device memory.
+elements, and through a convolution with passes of its own for each tap of the window; bf16 results are packed on the
+way out, operands loaded. The vector unit works through all other arrays tile by tile. A kernel takes about the longer
+of that and of its traffic to device memory.
 """
 
 from __future__ import annotations
 
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +29,9 @@ TILE = 1024
 CLASSES = ("tiles", "read", "written", "simple", "slow", "converted", "moved", "summed_lanes", "summed_rows")
 """What the vector unit's time is a sum of, all in registers: elements of a kernel's largest array, 4 kB read and
 written, results of ops by their kind, operands of sums over the minor-most dim and over others."""
+
+TIMED = frozenset({"dot_general", "convolution"})
+"""Kinds of ops whose products the model is of."""
 
 DTYPES = frozenset({"bf16", "f16", "f32"})
 """Operands of products that the model is of: they run at one rate; i8 and f64 at others."""
@@ -54,10 +59,13 @@ def class_of(kind: str) -> str | None:
 
 @dataclass(frozen=True)
 class Products:
-    """`batch` products [m, k] x [k, n]; of a convolution, all taps of a window count as contracted.
+    """`batch` products [m, k] x [k, n], or a convolution that makes n features at m positions (`convolved`).
 
     Attributes:
         narrow: whether the result is in bf16.
+        taps: of a convolution's window, with a product [m, k] x [k, n] each; 0 for other products, of which either
+            operand may be the rows.
+        convolution: whether it is one, or the gradient of one's kernel.
     """
 
     batch: float
@@ -65,7 +73,33 @@ class Products:
     n: float
     k: float
     narrow: bool
+    taps: float = 0.0
     convolution: bool = False
+
+    def sizes(self, away: bool) -> tuple[float, ...]:
+        """As `product_cycles` reads them; `away`: whether the kernel uses device memory."""
+        return self.batch, self.m, self.n, self.k, self.taps, float(self.narrow), float(away)
+
+
+FEATURES, SAVED = 32, 0.55
+"""Taps share passes if so many features are read, and if that saves more than this part of the passes left.
+
+What it saves counts once for each 128 features that are made.
+"""
+
+
+def convolved(rhs: Sequence[int], made: Sequence[int], attrs: Mapping[str, Any], narrow: bool) -> Products:
+    """A convolution by the shapes of its kernel and result, and its attributes in StableHLO.
+
+    One whose window has more taps than its result has positions is the gradient of a kernel: a product per position.
+    Holes of a base dilation take no passes along one dim, those along others do.
+    """
+    images, columns, *around = (made[dim] for dim in attrs["out"])
+    _, read, *window = (rhs[dim] for dim in attrs["rhs"])
+    taps, positions = math.prod(window), math.prod(around)
+    if taps > positions or attrs["feature_groups"] > 1:
+        return Products(positions, images, columns, taps * read, narrow, convolution=True)
+    return Products(1.0, images * positions, columns, read, narrow, taps / max(attrs["lhs_dilation"], default=1), True)
 
 
 @dataclass(frozen=True)
@@ -131,13 +165,15 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
     """Cycles of products, without their traffic, [products].
 
     Args:
-        sizes: [6, products]: how many of [m, k] x [k, n], m, n, k, whether results are bf16, and whether the kernel
-            uses device memory.
+        sizes: [7, products]: `Products.sizes` of each.
     """
-    batch, m, n, k, narrow, away = sizes
+    batch, m, n, k, taps, narrow, away = sizes
     lanes = constants.lanes
     rate = device.peak_flops("bf16") / device.clock / 2 / TILE
-    depth = _whole(k, lanes)
+    times = np.where(taps > 0, taps, 1.0)
+    apart, shared = times * _whole(k, lanes), _whole(times * k, lanes)
+    saves = (apart - shared) * np.ceil(n / lanes) > SAVED * shared
+    depth = np.where((k >= FEATURES) & saves, shared, apart)
     out = np.where(narrow > 0, np.where(away > 0, constants.packed, constants.packed_near), constants.stored)
 
     def turned(rows: Array, columns: Array) -> Array:
@@ -147,7 +183,7 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
             (high * wide * tile + high * depth * constants.loaded + wide * depth * constants.weights) / TILE
         )
 
-    return np.asarray(batch * np.minimum(turned(m, n), turned(n, m)))
+    return np.asarray(batch * np.where(taps > 0, turned(m, n), np.minimum(turned(m, n), turned(n, m))))
 
 
 def kernel_cycles(
@@ -183,15 +219,15 @@ def beside_traffic(seconds: Array, moved: Array, device: Device) -> Array:
 
 
 @lru_cache(maxsize=1 << 15)
-def product_seconds(batch: float, m: float, n: float, k: float, narrow: bool, device: Device) -> float:
-    """Seconds of `batch` products [m, k] x [k, n] in the matrix units, of a kernel that uses device memory."""
-    sizes = np.array([[batch], [m], [n], [k], [narrow], [True]], float)
+def product_seconds(done: Products, device: Device) -> float:
+    """Seconds of products or a convolution in the matrix units, of a kernel that uses device memory."""
+    sizes = np.array([done.sizes(True)]).T
     return float(product_cycles(sizes, _constants(device), device)[0]) / device.clock
 
 
 def kernel_seconds(done: Done, moved: float, constants: Constants, device: Device) -> float:
     """Seconds of one kernel; `moved`: bytes between it and device memory."""
-    sizes = np.array([[one.batch, one.m, one.n, one.k, one.narrow, moved > 0] for one in done.products], float)
+    sizes = np.array([one.sizes(moved > 0) for one in done.products])
     products = product_cycles(sizes.T, constants, device).sum() if done.products else 0.0
     registers = np.array([[done.vector.get(name, 0.0) for name in CLASSES]])
     narrow = np.array([any(one.narrow for one in done.products)])

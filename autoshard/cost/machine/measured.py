@@ -111,7 +111,7 @@ def attention_seconds(shape: Shape, dtype: str, device: Device) -> float:
 
 def is_timed(op: Op, device: Device) -> bool:
     """Whether more is known of an op's seconds on a device than its FLOP."""
-    return op.kind in TIMED if device.measured else op.kind == "dot_general" and cycles.model_of(device) is not None
+    return op.kind in TIMED if device.measured else op.kind in cycles.TIMED and cycles.model_of(device) is not None
 
 
 def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype: str, device: Device) -> float:
@@ -121,7 +121,7 @@ def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype:
     FLOP at the achievable rate.
 
     Args:
-        shapes: of the operands of one device; empty if unknown.
+        shapes: of the operands and then the result of one device; empty if unknown.
         flops: of that device.
     """
     known = is_timed(op, device) and (bool(device.measured) or dtype in cycles.DTYPES)
@@ -129,7 +129,10 @@ def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype:
         return flops / device.reachable_flops(dtype)
     if not device.measured:
         narrow = dtype_bytes(op.results[0].dtype) < 4
-        return cycles.product_seconds(*matrices(tuple(shapes[0]), tuple(shapes[1]), op.attrs), narrow, device)
+        lhs, rhs, *_, made = map(tuple, shapes)
+        if op.kind == "convolution":
+            return cycles.product_seconds(cycles.convolved(rhs, made, op.attrs, narrow), device)
+        return cycles.product_seconds(cycles.Products(*matrices(lhs, rhs, op.attrs), narrow), device)
     if op.kind == "dot_general":
         return matrices_seconds(*matrices(tuple(shapes[0]), tuple(shapes[1]), op.attrs), dtype, device)
     (batch, kv_heads, group, queries, features), (*_, keys, _), (*_, value_features) = shapes[:3]

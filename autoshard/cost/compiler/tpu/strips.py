@@ -118,18 +118,19 @@ def cut_into_strips(program: Lowered, widths: Mapping[int, int]) -> Lowered:
         program.arrays[array].strips = width
     for number, step in enumerate(program.steps):
         if step.kind == "convolution":
-            program.steps[number] = replace(step, flops=step.flops * _padded(program, step))
+            program.steps[number] = replace(step, flops=step.flops * padded(program, step))
     return program
 
 
-def _padded(program: Lowered, step: Step) -> float:
+def padded(program: Lowered, step: Step) -> float:
     """Positions of a convolution with padding of strips, as a multiple of those of the images.
 
     Of its result; of a kernel's gradient, those that it contracts.
     """
-    found = (program.arrays[array] for array in (step.writes[0], *step.reads[::-1]))
-    strips = next((array for array in found if array.strips and array.shape is not None), None)
-    return max(1.0, SPLITS * strips.strips / strips.shape[-1]) if strips is not None and strips.shape else 1.0
+    operands, made = step.shapes[:2], step.shapes[2:]
+    arrays = zip((step.writes[0], *step.reads[1::-1]), (*made, *operands[::-1]), strict=False)
+    strips, wide = next(((cut, shape[-1]) for array, shape in arrays if (cut := program.arrays[array].strips)), (0, 1))
+    return max(1.0, SPLITS * strips / wide)
 
 
 def _recut(program: Lowered, widths: dict[int, int]) -> Lowered:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +11,18 @@ from autoshard.cost.compiler.backend import Compiled, Traffic
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered, Step, matrices_of
 from autoshard.cost.compiler.tpu.layout import tiled
-from autoshard.cost.machine.cycles import CLASSES, DTYPES, TILE, Model, class_of, kernel_cycles, product_cycles
+from autoshard.cost.compiler.tpu.strips import padded
+from autoshard.cost.machine.cycles import (
+    CLASSES,
+    DTYPES,
+    TILE,
+    Model,
+    Products,
+    class_of,
+    convolved,
+    kernel_cycles,
+    product_cycles,
+)
 from autoshard.cost.machine.device import Device
 from autoshard.dtypes import dtype_bytes
 
@@ -43,10 +54,10 @@ def kernel_seconds(
     products, owners = [], []
     narrow = np.zeros(len(timed))
     for place, number in enumerate(timed):
-        for sizes_of_one in sizes.products(kernels[number]):
-            products.append((*sizes_of_one, float(away[place] > 0)))
+        for one in sizes.products(kernels[number]):
+            products.append(one.sizes(away[place] > 0))
             owners.append(place)
-            narrow[place] = sizes_of_one[-1]
+            narrow[place] = one.narrow
     of_products = np.zeros(len(timed))
     if products:
         np.add.at(of_products, owners, product_cycles(np.array(products).T, model.constants, device))
@@ -84,11 +95,13 @@ class _Sizes:
         if array not in self.known:
             found = self.program.arrays[array]
             elements = found.elements if found.shape is None else tiled(found.shape)
-            self.known[array] = elements / TILE
+            self.known[array] = found.tiles or elements / TILE
         return self.known[array]
 
     def bytes(self, array: int) -> float:
         found = self.program.arrays[array]
+        if found.tiles:
+            return found.bytes
         return self.of(array) * TILE * (found.bytes / max(found.elements, 1))
 
     def registers(self, kernel: Kernel) -> list[float]:
@@ -108,24 +121,20 @@ class _Sizes:
         found["written"] = sum(map(self.bytes, kernel.writes)) / _PAGE
         return list(found.values())
 
-    def products(self, kernel: Kernel) -> list[tuple[float, ...]]:
-        """(batch, m, n, k, whether the result is narrow) of a kernel's products and convolutions."""
-        found: list[tuple[float, ...]] = []
+    def products(self, kernel: Kernel) -> list[Products]:
+        """A kernel's products and convolutions."""
+        found = []
         largest = max(kernel.writes, key=lambda array: self.program.arrays[array].elements)
         narrow = dtype_bytes(self.program.arrays[largest].dtype) < 4
         for number in kernel.steps:
             step = self.program.steps[number]
-            if not step.flops:
-                continue
-            if step.kind == "dot_general":
-                batch, m, n, k = matrices_of(self.program, step)
-                found.append((float(batch), float(m), float(n), float(k), float(narrow)))
-                continue
-            made = self.program.arrays[step.writes[0]]
-            elements = made.elements if made.shape is None else math.prod(made.shape)
-            features = self.program.graph.ops[step.op].attrs["out"][1]
-            columns = made.shape[features] if made.shape is not None else 128
-            found.append((1.0, elements / columns, float(columns), step.flops / 2 / elements, float(narrow)))
+            if step.flops and step.kind == "dot_general":
+                found.append(Products(*matrices_of(self.program, step), narrow))
+            elif step.flops:
+                _, kernel_shape, made = step.shapes
+                one = convolved(kernel_shape, made, self.program.graph.ops[step.op].attrs, narrow)
+                strips = padded(self.program, step)
+                found.append(replace(one, m=one.m * strips) if one.taps else replace(one, k=one.k * strips))
         return found
 
 
