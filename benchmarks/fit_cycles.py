@@ -119,7 +119,7 @@ class Table:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Of `kernels`."""
-        names = ("batch", "m", "n", "k", "taps", "narrow", "convolution")
+        names = ("batch", "m", "n", "k", "taps", "tiles", "narrow", "convolution")
         none = dict.fromkeys(names, 0)
         self.products = np.array(
             [[(row["products"] or [none])[0][name] for name in names] for row in rows], float
@@ -132,12 +132,12 @@ class Table:
     def predicted(self, of: Constants, device: Device) -> Array:
         """Cycles under the model."""
         away = self.moved > 0
-        products = product_cycles(np.array([*self.products[:6], away]), of, device)
-        return kernel_cycles(products, self.products[5], self.registers, self.moved, of, device)
+        products = product_cycles(np.array([*self.products[:7], away]), of, device)
+        return kernel_cycles(products, self.products[6], self.registers, self.moved, of, device)
 
     def sets(self) -> dict[str, Array]:
         """Name -> which kernels."""
-        has, slides = self.products[0] > 0, self.products[6] > 0
+        has, slides = self.products[0] > 0, self.products[7] > 0
         return {
             "products": has & ~slides,
             "convolutions": slides,

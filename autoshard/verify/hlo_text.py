@@ -25,6 +25,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+)[ (].*\{\s*$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_ROWS = re.compile(r"T\((\d+),\d+\)")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _ATEN = re.compile(r"(?:^|[/;\s(])op(\d+)(?=$|[./;:\s)])")
 
@@ -37,12 +38,14 @@ class ArrayShape:
         dtype, dims: of the per-device shape.
         on_chip: whether it is in memory space 1 (VMEM).
         padding: elements added by tiling.
+        rows: of a tile of two dims; fewer than 8 of an array with few of what lies along them.
     """
 
     dtype: str
     dims: tuple[int, ...]
     on_chip: bool = False
     padding: int = 0
+    rows: int = 8
 
     @property
     def elements(self) -> int:
@@ -79,12 +82,17 @@ def _padding(dims: tuple[int, ...], layout: str) -> int:
     return math.prod(sizes) - math.prod(dims)
 
 
+def _rows(layout: str) -> int:
+    found = _ROWS.search(layout)
+    return int(found[1]) if found else 8
+
+
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     """The arrays of a printed shape; a tuple's in order, nested tuples flattened."""
     found = []
     for dtype, dims, layout in _ARRAY.findall(text):
         sizes = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())
-        found.append(ArrayShape(dtype, sizes, "S(1)" in layout, _padding(sizes, layout)))
+        found.append(ArrayShape(dtype, sizes, "S(1)" in layout, _padding(sizes, layout), _rows(layout)))
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 from autoshard.cost.machine.cycles import TILE, Done, Products, class_of, convolved
+from autoshard.cost.machine.tiles import ROWS
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module
 
 LOOPS = frozenset(
@@ -16,6 +17,8 @@ LOOPS = frozenset(
 )
 """Opcodes that are timed otherwise, in a fusion too."""
 
+_IMAGES = 4
+"""Dims of an array of images."""
 _PAGE = 4 * TILE
 """Bytes of a register."""
 _MINOR = re.compile(r"\w+\[[\d,]*\]\{(\d+)")
@@ -82,7 +85,9 @@ def _inside(module: Module, computation: Computation, kernel: Instruction) -> It
 
 
 def _registers(shape: ArrayShape) -> float:
-    return (shape.elements + shape.padding) / TILE
+    """Registers of an array; of few images each tile takes one, though it does not fill it."""
+    rows = shape.rows if len(shape.dims) >= _IMAGES else ROWS
+    return (shape.elements + shape.padding) / TILE * max(1.0, ROWS / rows)
 
 
 def _minor(instruction: Instruction) -> int | None:
@@ -119,8 +124,11 @@ def _products(flops: float, computation: Computation, product: Instruction, narr
     window = _WINDOW.search(product.rest)
     given = dict(item.split("=") for item in window[1].split()) if window else {}
     batch, free, slides = 1, [], False
+    sizes = [*rhs]
     for place in filter(str.isdigit, sorted(out)):
         reads, size, makes = lhs[left.index(place)], rhs[right.index(place)], made.dims[out.index(place)]
+        if reads == 1:
+            sizes[right.index(place)] = 1  # all other taps are on padding
         if size == makes == reads:
             batch *= size
         elif makes > 1:
@@ -134,6 +142,6 @@ def _products(flops: float, computation: Computation, product: Instruction, narr
             "lhs_dilation": [int(size) for size in given.get("lhs_dilate", "1").split("x")],
             "feature_groups": int(groups[1]) if groups else 1,
         }
-        return convolved(rhs, made.dims, attrs, narrow)
+        return convolved(sizes, made.dims, attrs, narrow)
     columns = made.dims[out.index("f")]
     return Products(batch, made.elements / columns / batch, columns, flops / 2 / made.elements, narrow)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.tiles import LANES, ROWS
 
 Array = npt.NDArray[np.float64]
 
@@ -66,6 +67,7 @@ class Products:
         taps: of a convolution's window, with a product [m, k] x [k, n] each; 0 for other products, of which either
             operand may be the rows.
         convolution: whether it is one, or the gradient of one's kernel.
+        tiles: of a result of fewer images than a tile has rows, which the vector unit takes apart.
     """
 
     batch: float
@@ -75,10 +77,11 @@ class Products:
     narrow: bool
     taps: float = 0.0
     convolution: bool = False
+    tiles: float = 0.0
 
     def sizes(self, away: bool) -> tuple[float, ...]:
         """As `product_cycles` reads them; `away`: whether the kernel uses device memory."""
-        return self.batch, self.m, self.n, self.k, self.taps, float(self.narrow), float(away)
+        return self.batch, self.m, self.n, self.k, self.taps, self.tiles, float(self.narrow), float(away)
 
 
 FEATURES, SAVED = 32, 0.55
@@ -99,7 +102,9 @@ def convolved(rhs: Sequence[int], made: Sequence[int], attrs: Mapping[str, Any],
     taps, positions = math.prod(window), math.prod(around)
     if taps > positions or attrs["feature_groups"] > 1:
         return Products(positions, images, columns, taps * read, narrow, convolution=True)
-    return Products(1.0, images * positions, columns, read, narrow, taps / max(attrs["lhs_dilation"], default=1), True)
+    tiles = positions * -(-columns // LANES) if images < ROWS else 0
+    spread = max(attrs["lhs_dilation"], default=1)
+    return Products(1.0, images * positions, columns, read, narrow, taps / spread, True, tiles)
 
 
 @dataclass(frozen=True)
@@ -165,9 +170,9 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
     """Cycles of products, without their traffic, [products].
 
     Args:
-        sizes: [7, products]: `Products.sizes` of each.
+        sizes: [8, products]: `Products.sizes` of each.
     """
-    batch, m, n, k, taps, narrow, away = sizes
+    batch, m, n, k, taps, tiles, narrow, away = sizes
     lanes = constants.lanes
     rate = device.peak_flops("bf16") / device.clock / 2 / TILE
     times = np.where(taps > 0, taps, 1.0)
@@ -183,7 +188,8 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
             (high * wide * tile + high * depth * constants.loaded + wide * depth * constants.weights) / TILE
         )
 
-    return np.asarray(batch * np.where(taps > 0, turned(m, n), np.minimum(turned(m, n), turned(n, m))))
+    passed = np.where(taps > 0, turned(m, n), np.minimum(turned(m, n), turned(n, m)))
+    return np.asarray(batch * (passed + tiles * constants.vector[CLASSES.index("tiles")]))
 
 
 def kernel_cycles(

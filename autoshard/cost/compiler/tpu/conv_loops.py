@@ -45,17 +45,22 @@ def adds_up(program: Lowered, step: Step) -> bool:
     return part is not None and len(part) == len(whole) and part[within] < whole[within]
 
 
+def turns(program: Lowered, step: Step) -> int:
+    """How many shards of its kernel a convolution works through, one after another; 1 if it is no windowed einsum."""
+    permute = ring(program, step)
+    part = math.prod(() if permute is None else program.arrays[permute.reads[0]].shape or ())
+    if permute is None or not part:
+        return 1
+    return math.prod(program.graph.type_of(program.graph.ops[step.op].operands[1]).shape) // part
+
+
 def passes(program: Lowered, step: Step) -> int:
     """How often a convolution works on each tile of its images: once per iteration, twice if it does not accumulate.
 
     As seen in loops of 8 iterations, cycles per tile and iteration: 37 for slices of the result, 12 to accumulate.
     """
-    permute = ring(program, step)
-    part = () if permute is None else program.arrays[permute.reads[0]].shape or ()
-    if permute is None or not math.prod(part):
-        return 1
-    rounds = math.prod(program.graph.type_of(program.graph.ops[step.op].operands[1]).shape) // math.prod(part)
-    return rounds if adds_up(program, step) else 2 * rounds
+    rounds = turns(program, step)
+    return rounds if rounds == 1 or adds_up(program, step) else 2 * rounds
 
 
 def allocated_early(kernels: list[Kernel], order: Sequence[int], program: Lowered) -> tuple[list[Kernel], list[int]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from autoshard.cost.compiler.backend import Compiled, Traffic
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered, Step, matrices_of
+from autoshard.cost.compiler.tpu.conv_loops import adds_up, turns
 from autoshard.cost.compiler.tpu.layout import tiled
 from autoshard.cost.compiler.tpu.strips import padded
 from autoshard.cost.machine.cycles import (
@@ -24,6 +26,7 @@ from autoshard.cost.machine.cycles import (
     product_cycles,
 )
 from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.tiles import LANES, ROWS
 from autoshard.dtypes import dtype_bytes
 
 ITS_OWN = frozenset(
@@ -62,6 +65,10 @@ def kernel_seconds(
     if products:
         np.add.at(of_products, owners, product_cycles(np.array(products).T, model.constants, device))
     busy = kernel_cycles(of_products, narrow, registers, away, model.constants, device)
+    none = np.zeros(1)
+    for place, number in enumerate(timed):
+        for count, each in sizes.around(kernels[number]):
+            busy[place] += count * kernel_cycles(none, none, np.array([each]), none, model.constants, device)[0]
     for number, cycles in zip(timed, busy.tolist(), strict=True):
         found[number] = cycles / device.clock
     return found
@@ -80,7 +87,7 @@ def _is_timed(kernel: Kernel, program: Lowered) -> bool:
 
 
 def _is_product(step: Step) -> bool:
-    return (step.kind == "dot_general" and len(step.shapes) == 2) or step.kind == "convolution"
+    return len(step.shapes) == {"dot_general": 2, "convolution": 3}.get(step.kind)
 
 
 class _Sizes:
@@ -131,11 +138,40 @@ class _Sizes:
             if step.flops and step.kind == "dot_general":
                 found.append(Products(*matrices_of(self.program, step), narrow))
             elif step.flops:
-                _, kernel_shape, made = step.shapes
-                one = convolved(kernel_shape, made, self.program.graph.ops[step.op].attrs, narrow)
-                strips = padded(self.program, step)
-                found.append(replace(one, m=one.m * strips) if one.taps else replace(one, k=one.k * strips))
+                found.append(self.convolution(step, narrow))
         return found
+
+    def convolution(self, step: Step, narrow: bool) -> Products:
+        """A convolution, of strips with their padding, in a loop of permutes with one per shard of its kernel."""
+        op, (_, kernel, made) = self.program.graph.ops[step.op], step.shapes
+        one = convolved(kernel, made, op.attrs, narrow)
+        strips = padded(self.program, step)
+        if strips > 1:
+            one = replace(one, m=one.m * strips, tiles=0.0) if one.taps else replace(one, k=one.k * strips)
+        rounds = turns(self.program, step)
+        if adds_up(self.program, step):
+            return replace(one, batch=rounds, k=math.ceil(one.k / rounds))
+        columns = math.ceil(one.n / rounds)
+        tiles = one.tiles * math.ceil(columns / LANES) / math.ceil(one.n / LANES)
+        return replace(one, batch=one.batch * rounds, n=columns, tiles=tiles)
+
+    def around(self, kernel: Kernel) -> Iterator[tuple[int, list[float]]]:
+        """Kernels of a loop that makes its result in parts, their number and registers of each of `CLASSES`.
+
+        One fills the result; others put parts of it in place, two at a time.
+        """
+        for number in kernel.steps:
+            step = self.program.steps[number]
+            rounds = turns(self.program, step)
+            if rounds == 1 or adds_up(self.program, step):
+                continue
+            one, result = self.convolution(step, False), step.writes[0]
+            wide = math.ceil(one.n / LANES)
+            moved = 2 * one.m / ROWS * wide
+            fills = {"tiles": self.of(result), "written": self.bytes(result) / _PAGE}
+            puts = {"tiles": 2 * one.tiles or moved, "read": moved, "written": moved}
+            for count, each in ((1, fills), (rounds // 2, puts)):
+                yield count, [each.get(name, 0.0) for name in CLASSES]
 
 
 def as_traffic(compiled: Compiled, seconds: Sequence[float | None], model: Model, device: Device) -> list[Traffic]:
