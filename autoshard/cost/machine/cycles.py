@@ -90,6 +90,9 @@ FEATURES, SAVED = 32, 0.55
 What it saves counts once for each 128 features that are made.
 """
 
+WIDE, TOGETHER = 9, 3
+"""If fewer features are read: the taps from which a window shares passes, and how many share one at most."""
+
 
 def convolved(rhs: Sequence[int], made: Sequence[int], attrs: Mapping[str, Any], narrow: bool) -> Products:
     """A convolution by the shapes of its kernel and result, and its attributes in StableHLO.
@@ -178,7 +181,8 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
     times = np.where(taps > 0, taps, 1.0)
     apart, shared = times * _whole(k, lanes), _whole(times * k, lanes)
     saves = (apart - shared) * np.ceil(n / lanes) > SAVED * shared
-    depth = np.where((k >= FEATURES) & saves, shared, apart)
+    few = np.where(times > WIDE, np.maximum(shared, apart / TOGETHER), apart)
+    depth = np.where(k < FEATURES, few, np.where(saves, shared, apart))
     out = np.where(narrow > 0, np.where(away > 0, constants.packed, constants.packed_near), constants.stored)
 
     def turned(rows: Array, columns: Array) -> Array:

@@ -50,6 +50,7 @@ def test_narrow_products_reach_the_share_of_peak_that_libtpu_gives_them(
         (16, 256, 320, (7, 7), (8, 8), 1, 76032), (8, 192, 64, (3, 3), (56, 8), 1, 16384),
         (8, 320, 160, (7, 7), (8, 8), 1, 37888), (8, 64, 192, (3, 3), (56, 8), 1, 11008),
         (8, 160, 320, (7, 7), (8, 8), 1, 23536), (16, 320, 256, (7, 7), (16, 16), 2, 151040),
+        (8, 3, 48, (7, 7), (48, 48), 1, 75264), (8, 3, 64, (5, 5), (64, 64), 1, 66560),
         (256, 16, 320, (8, 8), (7, 7), 1, 70436),
     ],
 )  # fmt: skip
@@ -58,7 +59,7 @@ def test_each_tap_of_a_window_is_a_pass_of_its_own_with_padded_features(
 ) -> None:
     """Cycles of a v5e's convolutions of f32 results, compiled alone: 64 features take as long as 128, if not shared.
 
-    Two share passes between taps, one has base dilation; the last is the gradient of a kernel.
+    Two share passes between taps, one has base dilation, two read three features; the last is a kernel's gradient.
     """
     attrs = {"rhs": range(4), "out": range(4), "lhs_dilation": (spread, spread), "feature_groups": 1}
     done = cycles.convolved((made, read, *window), (images, made, *positions), attrs, narrow=False)
