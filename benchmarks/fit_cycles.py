@@ -200,7 +200,7 @@ HEAD = """\
 # rate     passes take so many times the datasheet's FLOP; memory: share of its bandwidth; lanes: side of a matrix unit.
 # Others in cycles, per kernel or per register (`Constants` in cycles.py).
 # errors   on kernels of nets that were not fitted: their number, median and 90th percentile of relative errors, and the
-#          sum of all over the sum of the estimates.
+#          sum of all over the sum of the estimates. `convolutions`: of single ones.
 """
 
 
