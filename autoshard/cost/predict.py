@@ -23,10 +23,8 @@ from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.partitioned import Partitioned
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
-from autoshard.cost.partitioner.passes.rewritten import rewritten
 from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import Shardings, propagate
-from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.cost.partitioner.undone import undone
 from autoshard.dtypes import dtype_bytes
 from autoshard.experts.form import KINDS as EXPERTS
@@ -124,10 +122,8 @@ def predict(
         raise ValueError(f"PyTorch's eager runtime is predicted for GPUs, not for {device.name}")
     graph = simplified(graph, target)
     groups = fusion_groups(graph) if groups is None else groups
-    written = graph
-    graph, apart = rewritten(graph, annotations, target)
     flops = [op_flops(op, graph) for op in graph.ops]
-    again = recomputed_ops(written)
+    again = recomputed_ops(graph)
     useful = sum(graph.runs(number) * each for number, each in enumerate(flops) if number not in again)
     shardings, partitioned = _partitioned(graph, annotations, mesh, target)
     equal = _moved_again(graph, annotations, shardings, partitioned) if device.compiler.merges_equal_ops else {}
@@ -164,7 +160,7 @@ def predict(
         bars=bars_of(device, _unmeasured(compiled, graph, kernels) / step if step > 0 else 0.0),
         compiled=compiled,
         replicated_ops=_replicated(graph, groups.free, device),
-        specs=_specs(written, graph, shardings, equal, apart),
+        specs=shardings.specs | {value: shardings.specs[first] for value, first in equal.items()},
         kernel_s=tuple(kernels),
         collective_s=tuple(times),
     )
@@ -173,23 +169,6 @@ def predict(
 def _partitioned(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target) -> tuple[Shardings, Partitioned]:
     shardings = undone(graph, propagate(graph, annotations, mesh, target), target)
     return shardings, partition(graph, shardings, target)
-
-
-def _specs(
-    written: Graph, graph: Graph, shardings: Shardings, equal: Mapping[Value, Value], apart: Mapping[Value, Value]
-) -> dict[Value, Spec]:
-    """The sharding of every value of the program as `written`: of what is equal to another, or a move of it."""
-    found = shardings.specs | {value: shardings.specs[first] for value, first in equal.items()}
-    tilings: dict[Value, Tiling] = {}
-    for value in sorted(apart):
-        of, op = apart[value], written.ops[value.op]
-        tiling = tilings[of] if of in tilings else shardings.read(None, equal.get(of, of))
-        if op.kind == "transpose":
-            tilings[value] = tuple(tiling[dim] for dim in op.attrs["permutation"])
-        else:
-            tilings[value] = shardings.subaxes.reshape(graph.type_of(of).shape, op.results[0].shape, tiling)
-        found[value] = shardings.subaxes.spec(tilings[value])
-    return found
 
 
 def _moved_again(

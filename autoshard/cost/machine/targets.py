@@ -18,9 +18,6 @@ class Capabilities:
     """What a compiler does; by default nothing of this."""
 
     compiles_for_all_kinds: bool = False  # at once, and for any number of devices
-    simplifies_first: bool = False  # products and updates before sharding propagation (`AlgebraicSimplifier`)
-    folds_transposes: bool = False  # into products before propagation, and absorbs reshapes (`TransposeFolding`)
-    compares_unclipped: bool = False  # a ReLU's operand, not its result, for the mask of the backward pass
     merges_equal_ops: bool = False  # before propagation; every user has its own copy of a constant expression
     shards_results_first: bool = False  # propagates annotations of results before other annotations
     calls_top_k: bool = False  # turns sorts for a top-k into custom calls, which stop propagation
@@ -57,7 +54,6 @@ class Capabilities:
 
 
 _OF_ACCELERATORS = Capabilities(
-    simplifies_first=True,
     keeps_barriers=True,
     sums_dims_at_once=True,
     sums_terms_once=True,
@@ -81,8 +77,6 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
     ),
     "tpu": replace(
         _OF_ACCELERATORS,
-        folds_transposes=True,
-        compares_unclipped=True,
         merges_equal_ops=True,
         splits_top_k_and_norms=True,
         windowed_einsums=True,
