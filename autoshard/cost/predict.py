@@ -25,7 +25,6 @@ from autoshard.cost.partitioner.passes.merge import equal_ops, merged
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
 from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import Shardings, propagate
-from autoshard.cost.partitioner.undone import undone
 from autoshard.dtypes import dtype_bytes
 from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.annotations import Annotations
@@ -167,7 +166,7 @@ def predict(
 
 
 def _partitioned(graph: Graph, annotations: Annotations, mesh: Mesh, target: Target) -> tuple[Shardings, Partitioned]:
-    shardings = undone(graph, propagate(graph, annotations, mesh, target), target)
+    shardings = propagate(graph, annotations, mesh, target)
     return shardings, partition(graph, shardings, target)
 
 

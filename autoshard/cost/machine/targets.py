@@ -39,7 +39,6 @@ class Capabilities:
     scatters_behind_reshapes: bool = False  # also after a reshape that splits off the sliced dim and a transpose of it
     slices_sooner: bool = False  # a slice moves before an op whose other operands are broadcasts
     splits_all_reduces: bool = False  # one over all devices, sliced within groups, into two (`AllReduceSplitter`)
-    undoes_gathers: bool = False  # cancels an all-gather that is sliced back (`AllGatherDynamicSliceSimplifier`)
     gathers_before_broadcasts: bool = False  # a broadcast's operand (`AllGatherBroadcastReorder`)
     gathers_no_repeats: bool = False  # no all-gather along a dim that a broadcast adds
     gathers_before_widening: bool = False  # gathers or exchanges before widening conversions (`CollectiveQuantizer`)
@@ -58,7 +57,6 @@ _OF_ACCELERATORS = Capabilities(
     sums_dims_at_once=True,
     sums_terms_once=True,
     scatters_sums=True,
-    undoes_gathers=True,
     gathers_before_broadcasts=True,
 )
 

@@ -1,0 +1,54 @@
+"""What is rounded before it is gathered, held against the compiler."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.propagate import propagate
+from autoshard.graph.annotations import Annotations
+from autoshard.graph.ops import Value
+from autoshard.mesh import Mesh
+from autoshard.program import AtenOp, TensorType
+from autoshard.stablehlo.annotate import annotate
+from autoshard.verify.collectives import compiled_collectives, normalise
+from autoshard.verify.compile import compile_module
+from autoshard.verify.targets import parse_target
+from tests.graph.helpers import graph_from_text
+
+MESH = Mesh((2, 4), ("data", "model"))
+MARK = 'stablehlo.custom_call @Sharding(%{}) {{mhlo.sharding = "{{replicated}}"}} : ({}) -> {}'
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_kernel_that_a_convolution_and_its_gradient_read_is_gathered_in_bf16_once(size):
+    pytest.importorskip("libtpu")
+    images, kernel, turned = "tensor<32x64x16x16xf32>", f"tensor<64x64x{size}x{size}xf32>", f"{size}x{size}x64x64xf32"
+    turned = f"tensor<{turned}>"
+    pad = [[size // 2] * 2] * 2
+    window = f"window = {{pad = {pad}}} {{batch_group_count = 1 : i64, feature_group_count = 1 : i64}}"
+    text = f"""module {{ func.func public @main(%x: {images}, %w: {kernel}) -> {images} {{
+%r0 = stablehlo.convolution(%x, %w) dim_numbers = [b, f, 0, 1]x[o, i, 0, 1]->[b, f, 0, 1], {window}
+ : ({images}, {kernel}) -> {images} loc("op0")
+%m0 = {MARK.format("r0", images, images)} loc("op0.out0")
+%e = stablehlo.tanh %m0 : {images} loc("op1")
+%m1 = {MARK.format("e", images, images)} loc("op1.out0")
+%t = stablehlo.transpose %w, dims = [2, 3, 1, 0] : ({kernel}) -> {turned} loc("op2")
+%v = stablehlo.reverse %t, dims = [0, 1] : {turned} loc("op2")
+%r2 = stablehlo.convolution(%m1, %v) dim_numbers = [b, f, 0, 1]x[0, 1, i, o]->[b, f, 0, 1], {window}
+ : ({images}, {turned}) -> {images} loc("op2")
+%m2 = {MARK.format("r2", images, images)} loc("op2.out0")
+return %m2 : {images} }} }}"""
+    names = ("convolution", "tanh", "convolution_backward")
+    ops = [AtenOp(k, name, "", "forward", (TensorType((32, 64, 16, 16), "f32"),)) for k, name in enumerate(names)]
+    graph = graph_from_text(text, ops=ops)
+    x, w = (Value(op) for op in graph.arguments)
+    split, whole = (("data", "model"), (), (), ()), ((), (), (), ())
+    pins = {x: split, w: split, **dict.fromkeys(graph.aten_outputs.values(), split)}
+    wanted = Annotations(pins, {(w, 0): whole, (w, 2): whole})
+    collectives = partition(graph, propagate(graph, wanted, MESH, "tpu"), "tpu").collectives
+    said = {(one.kind, one.axes): one.bytes * one.count for one in collectives}
+    module = annotate(graph.program, graph, wanted, MESH)
+    compiled = compile_module(module, parse_target("tpu-v5e:2x4", 8))
+    assert normalise(compiled_collectives(compiled.hlo_text, MESH, "tpu")) == said
+    assert said == {("all-gather", ("data", "model")): 2 * 64 * 64 * size * size}
