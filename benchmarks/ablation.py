@@ -68,7 +68,6 @@ COARSE: dict[str, list[tuple[Any, str, Any]]] = {
         (tpu, "beside_sparse_cores", lambda kernels, order, program, device: (kernels, order)),
         (tpu.strips, "arguments_beside_gathers", lambda kernels, order, program, early: order),
         (TpuFusion, "_met", lambda self: set()),
-        (TpuFusion, "_enlarged", lambda self, step, array: False),
         (TpuFusion, "_join", lambda self, *arguments: None),
         (TpuFusion, "_widens", lambda self, step: False),
         (place, "_take_over", lambda *arguments: None),
