@@ -60,6 +60,10 @@ class Context(ABC):
         self.read_unrounded: frozenset[int] = frozenset()
 
     @abstractmethod
+    def emission(self, op: Op, made: Tiling) -> Emission:
+        """The emission of an op that reads its operands as they are and produces its one result under `made`."""
+
+    @abstractmethod
     def may_loop(self, op: Op) -> tuple[bool, ...]:
         """Per operand of a contraction whether a windowed einsum may permute it instead of gathering it."""
 

@@ -257,6 +257,10 @@ class Partitioner(Context):
             emission.of_result,
         )  # fmt: skip
 
+    def emission(self, op: Op, made: Tiling) -> Emission:
+        """The emission of an op that reads its operands as they are and produces its one result under `made`."""
+        return self._emit(op, tuple(self.shardings.read(op.id, value) for value in op.operands), (made,))
+
     def op_collectives(
         self, op: Op, reads: Sequence[Spec | None], results: Sequence[Spec]
     ) -> tuple[Collective, ...] | None:
