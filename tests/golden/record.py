@@ -22,8 +22,8 @@ FOLDER = Path(__file__).parent
 LOCK = FOLDER.parents[1] / "requirements" / "xla.txt"
 TOLERANCE = 1e-6
 """Relative, of floats."""
-LEFT_OUT = (("autoshard_version",), ("program", "versions"), ("solver", "gap"))
-"""Fields that say what made the plan, not what it is; the gap, rounding alone, is held to be none."""
+LEFT_OUT = (("autoshard_version",), ("program", "versions"), ("solver", "gap"), ("info", "bars"))
+"""What made the plan, or how sure its figures are, not what it is; the gap, rounding alone, is held to be none."""
 GAP = 1e-9
 """What a solve proves, as a part of the objective: rounding of float64 sums."""
 
@@ -51,6 +51,8 @@ def record(plan: Plan) -> Json:
         for parent in parents:
             inside = inside[parent]
         del inside[last]
+    if not kept["info"]:
+        del kept["info"]
     return kept
 
 
