@@ -1,11 +1,11 @@
 """Step time when collectives of weights run beside kernels.
 
 Gathers of what is made of parameters alone run ahead, one after the other in the order of their use; a kernel waits for
-those that it reads. Sums of gradients follow the kernels that make them, one after the other; the optimizer waits for
-the last. Both together take no less than their sum. Permutes of a windowed einsum run beside its product (Wang et al.,
-"Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023); every other collective, alone. A
-GPU's collectives take multiprocessors from the kernels beside them. A CPU's compiler issues none asynchronously.
-PyTorch's runtime does the same in the order of its kernels.
+those that it reads. On GPUs sums of gradients follow the kernels that make them, one after the other; the optimizer
+waits for the last. libtpu, by default, issues sums in line. Both together take no less than their sum. Permutes of a
+windowed einsum run beside its product (Wang et al., "Overlap Communication with Dependent Computation via
+Decomposition", ASPLOS 2023); every other collective, alone. A GPU's collectives take multiprocessors from the kernels
+beside them. A CPU's compiler issues none asynchronously. PyTorch's runtime does the same in the order of its kernels.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def overlaps(device: Device) -> bool:
     return device.target != "cpu"
 
 
+def hides_sums(device: Device) -> bool:
+    """Whether it issues sums asynchronously too: libtpu, by default, does not."""
+    return device.target == "gpu"
+
+
 def overlapped(
     graph: Graph,
     groups: Groups,
@@ -47,7 +52,8 @@ def overlapped(
     serial = sum(compute) + sum(times)
     if not overlaps(device):
         return serial
-    found = _on_two_streams(graph, groups, compute, collectives, times)
+    gradients = _gradients(graph) if hides_sums(device) else set()
+    found = _on_two_streams(graph, groups, compute, collectives, times, gradients)
     return found + taken_share(device) * max(0.0, serial - found)
 
 
@@ -57,8 +63,9 @@ def _on_two_streams(
     compute: Sequence[float],
     collectives: Sequence[Collective],
     times: Sequence[float],
+    gradients: set[int],
 ) -> float:
-    weights, gradients = made_of_parameters(graph), _gradients(graph)
+    weights = made_of_parameters(graph)
     at: dict[int, list[int]] = {}
     for number, each in enumerate(collectives):
         if each.op is not None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from autoshard.cost.compiler.experts import between_elements
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
-from autoshard.cost.overlap import made_of_parameters
+from autoshard.cost.overlap import hides_sums, made_of_parameters
 from autoshard.cost.partitioner.ops.scatter import SUM_MOVES
 from autoshard.cost.partitioner.partition import Partitioner
 from autoshard.cost.partitioner.passes.simplify import simplified
@@ -91,7 +91,7 @@ class Formulation:
     gathers: frozenset[int] = field(default=frozenset(), repr=False)
     """Edges that gather what is made of parameters alone, which can run beside kernels."""
     sums: Mapping[int, Matrix] = field(default_factory=dict, repr=False)
-    """Node -> seconds of its sums of gradients under each strategy, which can too."""
+    """Node -> seconds of its sums of gradients under each strategy, where these can too."""
 
     def overlapping(self, share: float) -> Formulation:
         """The problem in which this share of those collectives takes no time."""
@@ -392,7 +392,7 @@ class _Builder:
             found.append(ways)
             node = self._node(self._in_a_step(group, ways, costs), self._name(group))
             self.kernels.append(self._runs(node) * kernels)
-            if self.prices.last[group.id] and any(ways.collectives):
+            if hides_sums(self.device) and self.prices.last[group.id] and any(ways.collectives):
                 sums = [sum(self.prices.collective_seconds(one, group) for one in each) for each in ways.collectives]
                 self.gradients[node] = np.array(sums)
             for value, specs in zip(group.outputs, ways.outputs, strict=True):

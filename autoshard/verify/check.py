@@ -89,6 +89,7 @@ class VerifyReport:
             "target": str(self.target),
             **self.fidelity.as_dict(),
             "predicted_step_time_s": self.prediction.step_time_s,
+            "predicted_overlapped_s": self.prediction.overlapped_s,
             "bars": self.prediction.bars.as_info(),
             "compiled": self.judged.as_dict(),
             "memory": {
@@ -121,6 +122,11 @@ class VerifyReport:
             f"step time: predicted {self.prediction.step_time_s * 1e3:.3f} ms {bars.step_text()}, "
             f"compiled program under the same device model {self.judged.step_time_s * 1e3:.3f} ms",
         ]
+        if self.judged.overlapped_s is not None:
+            lines.append(
+                f"with collectives beside kernels: predicted {self.prediction.overlapped_s * 1e3:.3f} ms, "
+                f"as the compiler scheduled them {self.judged.overlapped_s * 1e3:.3f} ms"
+            )
         if (clock := self.clock_s) is not None:
             lines.append(str(self.cycles))
             lines.append(f"step time by libtpu's clock, collectives as scheduled: {1e3 * clock:.3f} ms")

@@ -36,10 +36,10 @@ def step() -> Graph:
     )
 
 
-def seconds(graph: Graph, collectives: list[Collective], times: list[float]) -> float:
+def seconds(graph: Graph, collectives: list[Collective], times: list[float], device: str = "tpu-v5e") -> float:
     """The overlapped step of groups of one second each."""
     groups = fusion_groups(graph)
-    return overlapped(graph, groups, [1.0] * len(groups.groups), collectives, times, load_device("tpu-v5e"))
+    return overlapped(graph, groups, [1.0] * len(groups.groups), collectives, times, load_device(device))
 
 
 def test_weights_are_gathered_ahead_and_gradients_summed_behind(step: Graph) -> None:
@@ -54,8 +54,9 @@ def test_weights_are_gathered_ahead_and_gradients_summed_behind(step: Graph) -> 
     )
     assert seconds(step, [], []) == groups
     assert seconds(step, gather, [0.5]) <= groups + 0.5
-    assert seconds(step, sums, [0.5]) == groups
-    assert seconds(step, sums, [100.0]) >= 100
+    assert seconds(step, sums, [0.5], "h100") == groups + 0.5 * 20 / 132  # the multiprocessors it takes
+    assert seconds(step, sums, [100.0], "h100") >= 100
+    assert seconds(step, sums, [0.5]) == groups + 0.5  # libtpu issues sums in line
     between = [Collective("all-reduce", ("x",), 1, op=products[0])]
     assert seconds(step, between, [0.5]) == groups + 0.5
 
@@ -74,5 +75,7 @@ def test_overlapped_is_between_compute_and_serial(step: Graph, device: str, name
     mesh = Mesh((8,), ("x",), device=device)
     found = predict(step, PLANS[name](step, mesh), mesh)
     assert found.compute_s <= found.overlapped_s <= found.step_time_s * (1 + 1e-9)
-    if name != "megatron":
+    if name == "fsdp" or (name == "dp" and device == "h100:8"):
         assert found.overlapped_s < found.step_time_s
+    if name == "dp" and device == "tpu-v5e:2x4":
+        assert found.overlapped_s == pytest.approx(found.step_time_s)
