@@ -195,7 +195,7 @@ def test_never_touches_no_compiler(monkeypatch):
     peak = autoshard.plan(*network(), mesh="2x4", device="tpu-v5e").predicted.peak_memory_bytes
     plan = autoshard.plan(*network(), mesh="2x4", device="tpu-v5e", memory=peak)
     assert plan.confirmed is None
-    assert plan.info.keys() <= {"prices", "hidden"}
+    assert plan.info.keys() <= {"prices", "hidden", "bars"}
 
 
 @pytest.mark.parametrize(

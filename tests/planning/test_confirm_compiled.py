@@ -111,6 +111,7 @@ def test_the_command_line_confirms_near_the_limit(run, tmp_path):
     assert run("show", "plan.json")[1] == report
     info = json.loads((tmp_path / "plan.json").read_text())["info"]
     assert info.pop("hidden", 0.9) == 0.9
+    assert info.pop("bars")["level"] == "measured steps"
     assert info == {"confirmed": said["confirmed"], "source": {"source": "net.py:table"}}
     _, out, _ = run(*ask, "--confirm", "never")
     assert json.loads(out.splitlines()[-1])["confirmed"] is None
