@@ -64,8 +64,8 @@ class Prediction:
     Attributes:
         step_time_s: compute and communication one after the other, in seconds.
         compute_s, communication_s: its two parts.
-        overlapped_s: step time when gathers of weights and sums of gradients run beside kernels (`overlap.py`); what
-            plans are compared by.
+        overlapped_s: step time when gathers of weights, and on GPUs sums of gradients, run beside kernels
+            (`overlap.py`); what plans are compared by.
         mfu: FLOP of the program, each op counted once over the whole mesh and none that only computes again what a
             checkpoint has let go of, over what all devices could do in `step_time_s` at their peak.
         collectives: every collective of a step, with the op it comes from.

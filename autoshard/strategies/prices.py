@@ -133,7 +133,7 @@ class Prices:
         places = {value: place for place, value in enumerate(self._locals(group))} if known else {}
         if not all(value in places for value in op.operands[:3]):
             return flops / self.device.reachable_flops(dtype)
-        values = (*op.operands[:3], *(value for value in (Value(op.id),) if value in places))
+        values = (*op.operands[:3], Value(op.id))
         arrays = [(self.graph.type_of(value).shape, ways.shape.value_dims[places[value]]) for value in values]
         found = np.zeros(len(ways))
         for index, assignment in enumerate(ways.assignments):

@@ -299,6 +299,10 @@ def drop(*path):
         (put("solver", "bound", "inf"), 'solver.bound: expected number or null, found "inf"'),
         (put("info", {"confirmed": {"verdict": "maybe"}}), 'info.confirmed.verdict: expected one of "fits", "not'),
         (put("info", {"confirmed": {}}), "info.confirmed: 'verdict' is a required property"),
+        (put("info", {"bars": []}), "info.bars: expected object, found"),
+        (put("info", {"bars": {"step": "x", "memory": 0.1, "tie": 0.1, "level": ""}}), "bars.step: expected number"),
+        (put("info", {"bars": {"step": 0.1, "memory": 0.1, "level": ""}}), "info.bars: 'tie' is a required property"),
+        (put("info", {"hidden": "x"}), "info.hidden: expected number"),
     ],
 )  # fmt: skip
 def test_malformed_plans_are_refused_with_the_path_of_the_bad_field(change, message):

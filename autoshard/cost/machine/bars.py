@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -35,8 +35,8 @@ class Bars:
     @classmethod
     def of_info(cls, info: Mapping[str, Any]) -> Bars | None:
         """Those that a plan was saved with; None of a plan without any."""
-        known = info.get("bars", {})
-        return cls(**known) if known.keys() == cls.__dataclass_fields__.keys() else None
+        known = info.get("bars")
+        return None if known is None else cls(**{each.name: known[each.name] for each in fields(cls)})
 
     def as_info(self) -> dict[str, Any]:
         """For `Plan.info`."""
