@@ -36,8 +36,8 @@ SHOWN = {
     "h100:2x4": "2 x 4 H100",
     "h100:2x8": "2 x 8 H100",
     "tpu-v5e:2x4": "TPU v5e 2x4",
+    "tpu-v5p:2x2x2": "TPU v5p 2x2x2",
 }
-SHOWN |= {"tpu-v5e:4x4": "TPU v5e 4x4", "tpu-v5p:2x2x2": "TPU v5p 2x2x2"}
 PLANS = ("auto", "dp", "fsdp", "megatron", "expert", "embedding")
 SMALL_KIND = 0.01
 """A kind with a smaller part of the bytes, compiled and predicted, is not judged by itself."""
