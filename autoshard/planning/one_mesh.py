@@ -128,8 +128,7 @@ class OneMesh:
     def settings(self, limit: float | None) -> Settings:
         """Solver settings; the bound under a tightened limit is not one of the plan asked for."""
         options, deadline = self.options, time.perf_counter() + self.seconds
-        # The objective agrees with the prediction, which the goal is of, to within `AGREE`.
-        goal = (1 + AGREE) * self.goal if limit is None or limit == self.memory else math.inf
+        goal = self.goal if limit is None or limit == self.memory else math.inf
         return Settings(deadline, options.seed, options.backend, goal)
 
     def _formulated(self, limit: float | None, *, gathers: bool = True) -> Formulation:

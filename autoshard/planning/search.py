@@ -52,7 +52,9 @@ def best_mesh(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> t
         if twin is not None:
             tried[mesh] = MeshTried(mesh.shape, "same", note=f"as {_text(twin.shape)}: its axes lie on one network")
             continue
-        goal = math.inf if best is None or best.solver is None else (1 - MIN_MESH_GAIN) * best.solver.objective
+        goal = math.inf
+        if best is not None and best.solver is not None:  # what is predicted of it can be more than its objective
+            goal = (1 - MIN_MESH_GAIN) * max(best.solver.objective, best.time)
         try:
             found = find(mesh, options, FIRST_SHARE * options.time_limit, goal, others)
         except GoalOutOfReachError as pruned:
