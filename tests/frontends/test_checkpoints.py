@@ -184,6 +184,20 @@ def test_what_is_computed_again_stands_behind_a_barrier(kind: str, frontend: str
         assert all(op.id in made or op.kind == "optimization_barrier" for op in behind)
 
 
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_second_pass_waits_for_a_gradient_that_is_read_behind_its_barrier(kind: str, frontend: str) -> None:
+    """XLA drops an operand whose result nothing reads; the second pass would then run before the backward pass."""
+    *_, graph = captured(KINDS[kind][0], frontend)
+    again = recomputed_ops(graph)
+    waiting = 0
+    for op in graph.ops:
+        if op.kind == "optimization_barrier":
+            read = (value for i, value in enumerate(op.operands) if graph.is_read(Value(op.id, i)))
+            waiting += any(graph.phase(value.op) == "backward" and value.op not in again for value in read)
+    assert waiting >= (1 if kind == "in a row" else 2)
+
+
 @pytest.mark.parametrize("kind", ["not reentrant", "reentrant", "nested", "closed over", "in place"])
 def test_captured_checkpoints_train_as_in_pytorch(kind: str) -> None:
     model, x, optimizer, program, _ = captured(KINDS[kind][0], FRONTENDS[-1])

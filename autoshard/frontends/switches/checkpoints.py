@@ -2,8 +2,8 @@
 
 Without a barrier XLA would CSE the recomputation with the first pass. As in jax's `checkpoint`, everything that the
 second pass reads and did not make itself (inputs, parameters, closed-over tensors) passes one `optimization_barrier`,
-together with the gradients of the block's results, so the second pass starts no earlier than they exist. Its saved
-tensors are read behind the barrier too.
+together with the first gradient of a result of the block, so the second pass starts no earlier than that exists. Saved
+tensors and the gradient are read behind the barrier too: XLA drops operands of a barrier whose results nothing reads.
 
 torch_xla's own checkpoint already has barriers.
 """
@@ -145,13 +145,15 @@ class _Region:
 
     Attributes:
         reads: tensors read and not made inside, by id.
-        gradients: of its results, as the backward pass reaches them.
+        behind: the same behind the barrier, once there is a gradient of a result.
+        gradient: that gradient, behind the barrier.
         random: state of the device's random numbers at its beginning.
     """
 
     def __init__(self) -> None:
         self.reads: dict[int, torch.Tensor] = {}
-        self.gradients: list[torch.Tensor] = []
+        self.behind: dict[int, torch.Tensor] = {}
+        self.gradient: list[torch.Tensor] = []
         self.random = current().random_state()
         self.autocasts = {
             "dtype": torch.get_autocast_dtype(AUTOCAST),
@@ -165,13 +167,19 @@ class _Region:
         return found
 
     def follow(self, results: Any) -> None:
-        """Record gradients of these results."""
+        """Wait for a gradient of these results."""
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None and is_xla(leaf):
-                leaf.register_hook(self._note)
+                leaf.register_hook(self._hold)
 
-    def _note(self, gradient: torch.Tensor) -> None:
-        self.gradients.append(_bare(gradient.detach()))
+    def _hold(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Put the operands behind a barrier with the first gradient; returns it as the backward pass reads it."""
+        if self.gradient:
+            return None
+        with torch.no_grad():
+            *behind, held = ops.barrier([*self.reads.values(), _bare(gradient.detach())], [])
+        self.behind, self.gradient = dict(zip(self.reads, behind, strict=True)), [held]
+        return _wrapped(held, gradient)
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,6 +187,14 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
     if torch._is_functional_tensor(tensor):
         torch._sync(tensor)
         return torch._from_functional_tensor(tensor)
+    return tensor
+
+
+def _wrapped(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in functionalization's wrapper, where another one is."""
+    if torch._is_functional_tensor(like) and not torch._is_functional_tensor(tensor):
+        found: torch.Tensor = torch._to_functional_tensor(tensor)
+        return found
     return tensor
 
 
@@ -239,7 +255,8 @@ class _Hide(_Watch):
         """Put all operands of the first pass behind one barrier, and replay its random numbers."""
         random = current().random_state()
         current().set_random_state(self.region.random)
-        self._put(self.reads)
+        self.behind |= self.region.behind
+        self._put({number: each for number, each in self.reads.items() if number not in self.behind})
         try:
             yield
         finally:
@@ -248,7 +265,7 @@ class _Hide(_Watch):
     def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
         if tensors:
             with torch.no_grad():
-                behind = ops.barrier([*tensors.values()], self.region.gradients)
+                behind = ops.barrier([*tensors.values()], self.region.gradient)
             self.behind |= dict(zip(tensors, behind, strict=True))
 
     def read(self, args: Any, kwargs: Any) -> Any:
@@ -265,12 +282,7 @@ class _Hide(_Watch):
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """A saved tensor, as the backward pass reads it."""
         behind = self._instead(tensor)
-        if behind is tensor:
-            return tensor
-        wrapped: torch.Tensor = behind
-        if torch._is_functional_tensor(tensor) and not torch._is_functional_tensor(behind):
-            wrapped = torch._to_functional_tensor(behind)
-        return wrapped
+        return tensor if behind is tensor else _wrapped(behind, tensor)
 
 
 def _reentrant(native: Any) -> Any:
