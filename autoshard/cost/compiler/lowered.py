@@ -382,22 +382,20 @@ class _Lowering:
         return len(self.arrays) - 1
 
     def _barrier(self, op: int, results: list[Value], reads: Sequence[int | None]) -> None:
-        """Emit a barrier: result i is operand i; operands whose result is unused come last.
+        """Emit a barrier: result i is operand i, of those that are read; XLA drops others.
 
-        It holds back no arguments and no constant expressions; one that holds back nothing is no step.
+        One that holds back nothing but arguments and constant expressions is no step.
         """
-        held: dict[int, int] = {}
-        values: dict[int, Value] = {}
+        held: dict[int, Value] = {}
         for value, operand, source in zip(results, self.graph.ops[op].operands, reads, strict=True):
-            if source is not None and self.arrays[source].maker >= 0:
-                values.setdefault(source, operand)
-                if source not in held and self.graph.is_read(value):
-                    held[source] = self._like(source)
-        if held:
-            order = (*held, *(source for source in values if source not in held))
-            self._step(BARRIER, op, order, tuple(held.values()), values=tuple(values[source] for source in order))
+            if source is not None and self.graph.is_read(value):
+                held.setdefault(source, operand)
+        behind: dict[int, int] = {}
+        if any(self.arrays[source].maker >= 0 for source in held):
+            behind = {source: self._like(source) for source in held}
+            self._step(BARRIER, op, tuple(held), tuple(behind.values()), values=tuple(held.values()))
         for value, source in zip(results, reads, strict=True):
-            self.of[value] = None if source is None else held.get(source, source)
+            self.of[value] = None if source is None else behind.get(source, source)
             self.last_barrier[value] = op
 
     def _made(

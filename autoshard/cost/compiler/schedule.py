@@ -358,7 +358,7 @@ def liveness(
     change = np.zeros(len(order) + 1, dtype=np.int64)
     for position, number in enumerate(order):
         kernel = kernels[number]
-        passed = dict(zip(kernel.writes, kernel.reads, strict=False)) if kernel.kind == BARRIER else {}
+        passed = dict(zip(kernel.writes, kernel.reads, strict=True)) if kernel.kind == BARRIER else {}
         free = [
             array
             for array in kernel.reads

@@ -211,7 +211,7 @@ class GpuBackend(Backend):
         device, arrays, passed = self.device, program.arrays, dict[int, int]()
         for kernel in kernels:
             if kernel.kind == BARRIER:
-                pairs = zip(kernel.writes, kernel.reads, strict=False)
+                pairs = zip(kernel.writes, kernel.reads, strict=True)
                 passed.update((new, passed.get(old, old)) for new, old in pairs)
         size = {number: self.buffer_bytes(each) for number, each in enumerate(arrays)}
         counted = {number for number, each in enumerate(arrays) if each.maker >= 0 and not each.returned}

@@ -133,3 +133,22 @@ def test_what_is_gathered_along_an_inner_dim_is_copied_for_a_batch_of_products(s
         [((), ALL, ()), split],
     )
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.001)
+
+
+def recomputed(x: object, *weights: object) -> object:
+    """A step of blocks that are computed again in the backward pass."""
+
+    def loss(weights: tuple[object, ...]) -> object:
+        y = x
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            y = jax.checkpoint(lambda y, up, down: y + jnp.tanh(y @ up) @ down)(y, up, down)
+        return jnp.square(y).sum()
+
+    return tuple(w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True))
+
+
+def test_weights_are_gathered_for_a_second_pass_once_it_may_begin() -> None:
+    """Under FSDP, gathers of weights wait for the barrier, as the kernels that read them do."""
+    weights = [f32(2048, 8192), f32(8192, 2048)] * 8
+    report = compiled(recomputed, [f32(8192, 2048), *weights], [(ALL, ())] * 17)
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.01)
