@@ -41,7 +41,7 @@ def lower(
     as_json: bool,
 ) -> None:
     """Write the StableHLO module of SOURCE with the plan's annotations in it."""
-    from autoshard.cost.machine.device import load_device
+    from autoshard.cost.machine.device import SYNC_OPTIONS, load_device
     from autoshard.planning.collector import collector_paused
     from autoshard.stablehlo.annotate import annotate, check_steps
     from autoshard.stablehlo.reader import build_graph
@@ -57,11 +57,15 @@ def lower(
         graph = build_graph(program)
         annotations = found.annotations(graph)
         text = output.suffix == ".mlir"
-        platform = load_device(found.mesh.device).target
-        module = annotate(program, graph, annotations, found.mesh, form, text=text, partitions=True, platform=platform)
+        device = load_device(found.mesh.device)
+        module = annotate(
+            program, graph, annotations, found.mesh, form, text=text, partitions=True, platform=device.target
+        )
         files.write(output, module)
     pins, copies = len(annotations.pins), len(annotations.copies)
     say(f"Wrote {output}: {len(module):,} bytes, {pins} pins and {copies} copies for {found.mesh.size} devices")
+    if device.sync:
+        say(f"Compile it with XLA_FLAGS='{' '.join(f'--{name}=false' for name in SYNC_OPTIONS)}'")
     if as_json:
         said = {"plan": str(plan_file), "output": str(output), "form": form, "bytes": len(module)}
         print_json({**said, "pins": pins, "copies": copies, **stages.spent()})

@@ -32,7 +32,7 @@ def taken_share(device: Device) -> float:
 
 def overlaps(device: Device) -> bool:
     """Whether the compiler of a device kind issues collectives asynchronously."""
-    return device.target != "cpu"
+    return device.target != "cpu" and not device.sync
 
 
 def hides_sums(device: Device) -> bool:

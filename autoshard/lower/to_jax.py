@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from autoshard.cost.machine.device import SYNC_OPTIONS, load_device
 from autoshard.dtypes import is_float, numpy_dtype
 from autoshard.errors import LoweringError
 from autoshard.graph.ops import Graph
@@ -227,6 +228,7 @@ class JaxStep:
         kind = shardings.mesh.devices.flat[0].platform
         platforms: dict[str, Platform] = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
         platform = platforms.get(kind, "cpu")  # written out, such as for ROCm
+        self._on_gpu = kind not in ("cpu", "tpu")
         module = annotate(program, graph, annotations_of(plan, graph), plan.mesh, partitioner, platform=platform)
         self._call = _exported_call(module, program, plan.mesh.size, precision)
         self._types = {argument.name: argument.type for argument in program.arguments}
@@ -296,7 +298,9 @@ class JaxStep:
             return new, made
 
         of_state = {name: shardings[name] for name in self._state}
-        return jax.jit(step, donate_argnums=0, in_shardings=(of_state, None), out_shardings=(of_state, None))
+        options = dict(SYNC_OPTIONS) if self._on_gpu and load_device(self._mesh.device).sync else None
+        specs = {"in_shardings": (of_state, None), "out_shardings": (of_state, None)}
+        return jax.jit(step, donate_argnums=0, **specs, compiler_options=options)
 
     def __call__(self, state: Mapping[str, Any], inputs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """One step: the state after it, and the program's outputs (`loss`…) by name, as jax arrays.

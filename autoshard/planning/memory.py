@@ -35,11 +35,14 @@ class Solvable(Protocol):
         """
 
 
-def within_limit(problem: Solvable, limit: float | None, free: Candidate | None = None) -> Candidate:
+def within_limit(
+    problem: Solvable, limit: float | None, free: Candidate | None = None, tries: int = TRIES
+) -> Candidate:
     """A candidate whose predicted peak is at most `limit` bytes per device.
 
     Args:
         free: the candidate without a limit, where it is known.
+        tries: most solves.
 
     Raises:
         NoPlanError: none was found; says the least predicted peak.
@@ -58,7 +61,7 @@ def within_limit(problem: Solvable, limit: float | None, free: Candidate | None 
     first: float | None = None  # the limit that the solver found infeasible
     best: Candidate | None = None
     lowest: int | None = None  # predicted peak of the plan of least memory by the solver's count
-    for _ in range(TRIES):
+    for _ in range(tries):
         try:
             found = problem.candidate(asked)
         except NoPlanError as error:
@@ -90,7 +93,7 @@ def within_limit(problem: Solvable, limit: float | None, free: Candidate | None 
         asked = TIGHTER * min(found.decision.counted_bytes, asked) * limit / predicted
     if best is not None:
         return best
-    if lowest is None:
+    if lowest is None and tries == TRIES:
         plainest = _lowest(problem)
         if plainest is not None and plainest.prediction.peak_memory_bytes <= limit:
             return plainest

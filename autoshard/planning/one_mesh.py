@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.device import load_device, sync_mesh
 from autoshard.cost.overlap import overlaps, taken_share
 from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph
@@ -16,7 +17,7 @@ from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.planning.advice import what_would_fit
 from autoshard.planning.candidate import Candidate, Decision, solver_info
 from autoshard.planning.hints import kept, split
-from autoshard.planning.memory import within_limit
+from autoshard.planning.memory import TRIES, within_limit
 from autoshard.planning.options import DEVICE_MEMORY, PlanningOptions
 from autoshard.plans.value import NoPlanError, SolverInfo
 from autoshard.solver.objective import evaluate as evaluate_choice
@@ -29,6 +30,8 @@ from autoshard.strategies.shared import solved_together
 
 REPRICED = 2
 """Most times that a problem is solved again with prices that agree with the prediction of its last solution."""
+FEWER = 2
+"""Most solves within a memory limit where there is a plan without latency hiding."""
 AGREE = 0.05
 """Fraction of the predicted step by which the objective may differ."""
 
@@ -44,6 +47,10 @@ def candidate_on(
 ) -> Candidate:
     """The best candidate on `mesh` whose predicted memory is within the limit.
 
+    XLA's latency hiding scheduler for GPUs gathers weights early and sums gradients late, which takes memory. Where the
+    best plan does not fit, the best one without that scheduler (`sync_mesh`) is taken if it is hardly slower than that,
+    or much faster than the best that fits with it.
+
     Args:
         seconds: time limit of the solver.
         goal: objective, in seconds of a step, that it must undercut.
@@ -55,20 +62,48 @@ def candidate_on(
         GoalOutOfReachError: the solver's bound proves that none undercuts the goal.
     """
     problem = problem_on(graph, mesh, options, seconds, goal, others)
-    memory = problem.memory
+    memory, refused = problem.memory, list[NoPlanError]()
+    with _noted(refused):
+        free = free or problem.candidate(None)
+    if free is not None and (memory is None or free.prediction.peak_memory_bytes <= memory):
+        return free
+    other = sync_mesh(mesh) if options.refine is None and memory is not None else None
+    found = []
+    if other is not None:
+        sync = replace(problem, mesh=other)
+        with _noted(refused):
+            found.append(within_limit(sync, memory))
+        if found and free is not None and found[0].time <= (1 + AGREE) * free.time:
+            return found[0]
+    with _noted(refused):
+        found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
+    if not found:
+        raise _explained(min(refused, key=lambda error: error.least), graph, mesh, options, memory)
+    return min(found, key=lambda each: each.time * (1 + AGREE * (each.mesh != mesh)))
+
+
+@contextmanager
+def _noted(refused: list[NoPlanError]) -> Iterator[None]:
+    """Goes on where there is no plan, with the reason noted."""
     try:
-        return within_limit(problem, memory, free)
+        yield
     except NoPlanError as error:
-        if memory is None or not math.isfinite(error.least):
-            raise
-        said = [str(error)]
-        if options.memory == DEVICE_MEMORY:
-            said.append(
-                f"{memory:,} bytes is what runtimes leave of the device kind's memory; memory= (--memory) is another "
-                "limit"
-            )
-        said.append(what_would_fit(graph, mesh, memory, error.least))
-        raise NoPlanError(". ".join(said), error.least) from None
+        refused.append(error)
+
+
+def _explained(
+    error: NoPlanError, graph: Graph, mesh: Mesh, options: PlanningOptions, memory: int | None
+) -> NoPlanError:
+    """The error with what the limit is, and what would fit."""
+    if memory is None or not math.isfinite(error.least):
+        return error
+    said = [str(error)]
+    if options.memory == DEVICE_MEMORY:
+        said.append(
+            f"{memory:,} bytes is what runtimes leave of the device kind's memory; memory= (--memory) is another limit"
+        )
+    said.append(what_would_fit(graph, mesh, memory, error.least))
+    return NoPlanError(". ".join(said), error.least)
 
 
 def problem_on(

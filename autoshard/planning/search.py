@@ -44,6 +44,7 @@ def best_mesh(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> t
     if len(meshes) == 1:
         return find(meshes[0], options, options.time_limit, math.inf, ()), ()
     best: Candidate | None = None
+    at = meshes[0]  # where the best one was asked for; it may be for the same devices without latency hiding
     tried: dict[Mesh, MeshTried] = {}
     refused: list[tuple[float, Mesh]] = []
     others: list[Carried] = []
@@ -70,7 +71,7 @@ def best_mesh(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> t
             others.append(found.decision.carried)
         tried[mesh] = _tried(found)
         if best is None or found.time < best.time:
-            best = found
+            best, at = found, mesh
     if best is None:
         if not refused:
             raise PlanError("no mesh to plan for")
@@ -82,7 +83,7 @@ def best_mesh(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> t
         again = find(best.mesh, options, options.time_limit, math.inf, others)
         if again.time < best.time:
             best = again
-            tried[best.mesh] = _tried(best)
+            tried[at] = _tried(best)
     return best, tuple(tried.values())
 
 

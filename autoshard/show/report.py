@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autoshard.cost.machine.bars import Bars, bar_text
-from autoshard.cost.machine.device import DeviceError, default_placement
+from autoshard.cost.machine.device import SYNC, DeviceError, default_placement
 from autoshard.mesh import Mesh, Spec, describe_mesh, spec_axes
 from autoshard.plans.value import (
     ActivationPlan,
@@ -28,6 +28,7 @@ from autoshard.plans.value import (
 from autoshard.show.terminal import printable
 from autoshard.text import columns
 
+SYNC_LINE = "  compiled without XLA's latency hiding scheduler, which takes more memory; plan.to_jax() sees to that"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_OPS, _COLUMN = 5, 32
 
@@ -48,6 +49,7 @@ def plan_report(plan: Plan) -> str:
         f"({len(plan.program.ops)} aten ops) on {mesh_text(plan.mesh)}"
         + (f", {plan.micro_batches} micro-batches and one update" if plan.micro_batches > 1 else ""),
         *_options(plan),
+        *([SYNC_LINE] if SYNC in plan.mesh.device else []),
         "",
         *module_table(plan),
     ]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from autoshard.cost.machine.device import (
     KIND_ALIASES,
+    SYNC,
     TOPOLOGIES,
     DeviceError,
     builtin_kinds,
@@ -45,6 +46,7 @@ class Target:
         num_devices: XLA devices over all slices or hosts.
         topology: chips per torus dim of one slice (TPU), or (hosts, GPUs per host); empty for the CPU.
         slices: TPU slices joined by the data-centre network.
+        sync: whether XLA's GPU compiler gets `SYNC_OPTIONS`: `h100+sync:8`.
     """
 
     text: str
@@ -53,6 +55,7 @@ class Target:
     num_devices: int
     topology: tuple[int, ...] = ()
     slices: int = 1
+    sync: bool = False
 
     def __str__(self) -> str:
         """The canonical text."""
@@ -96,11 +99,12 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
         TargetError: on an unknown kind or form, or another number of devices than the mesh has.
     """
     kind, *rest = text.strip().lower().split(":")
+    gpu = kind.removesuffix(SYNC)
     if kind == "cpu":
         target = _cpu(text, rest, mesh_size)
     elif kind in TPUS:
         target = _placed(text.strip().lower(), "tpu")
-    elif KIND_ALIASES.get(kind, kind) in gpu_limits():
+    elif KIND_ALIASES.get(gpu, gpu) in gpu_limits():
         target = _placed(text.strip().lower(), "gpu")
     elif kind.startswith("tpu-"):
         raise TargetError(f"unknown target {text!r}: TPU kinds are {', '.join(TPUS)}")
@@ -189,4 +193,4 @@ def _placed(text: str, family: Family) -> Target:
     suffix = device.name.partition(":")[2]
     if family == "gpu":
         suffix = topology or ""
-    return Target(f"{kind}:{suffix}", family, device.kind, device.devices, device.topology, device.slices)
+    return Target(f"{kind}:{suffix}", family, device.kind, device.devices, device.topology, device.slices, device.sync)

@@ -1,9 +1,10 @@
 """Device kinds: figures from `devices.toml`, or from a user's file in the same format.
 
 A *device* is what XLA counts as one. A device kind may carry its *topology*: `tpu-v5e:4x4:2slices` (chips per torus
-dim, slices), `h100:2x8` (hosts x GPUs per host). A *placement* assigns mesh axes to links (torus, a host's switch, the
-network between hosts): per axis the name of a link, or `nvlink+ib` for an axis whose inner part is on one link and
-whose outer part is on the other; `layout.py` derives coordinates.
+dim, slices), `h100:2x8` (hosts x GPUs per host); programs for `h100+sync` are compiled with `SYNC_OPTIONS`. A
+*placement* assigns mesh axes to links (torus, a host's switch, the network between hosts): per axis the name of a link,
+or `nvlink+ib` for an axis whose inner part is on one link and whose outer part is on the other; `layout.py` derives
+coordinates.
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ Topology = Literal["torus", "switch", "shared"]
 
 ENVIRONMENT = "AUTOSHARD_DEVICES"
 """Environment variable: path of a device file that is read before the built-in one."""
+
+
+SYNC = "+sync"
+"""Ends the name of a GPU kind for which XLA compiles without its latency hiding scheduler."""
+SYNC_OPTIONS: Mapping[str, bool] = {
+    "xla_gpu_enable_latency_hiding_scheduler": False,
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,  # where it is on, so is the scheduler
+}
+"""XLA's options that turn that scheduler off: collectives in line, results live no longer than they must."""
 
 
 class DeviceError(ValueError):
@@ -93,6 +103,7 @@ class Device:
         sparse_copy_bytes: size from which sparse cores copy tables to another layout; 0 without sparse cores.
         usable_bytes: what the runtime leaves of the memory to a step; None is all of `memory_bytes`.
         measured: entry of `measured.toml` whose models time its kernels and collectives; empty for the roofline.
+        sync: whether programs are compiled with `SYNC_OPTIONS`.
         source: where the figures come from.
     """
 
@@ -117,6 +128,7 @@ class Device:
     sparse_copy_bytes: int = 0
     usable_bytes: int | None = None
     measured: str = ""
+    sync: bool = False
     source: str = field(default="", repr=False, compare=False)
 
     @property
@@ -126,8 +138,8 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """The name without a topology."""
-        return self.name.partition(":")[0]
+        """The name without a topology, and without `+sync`."""
+        return self.name.partition(":")[0].removesuffix(SYNC)
 
     @property
     def memory_limit(self) -> int | None:
@@ -245,14 +257,32 @@ def load_device(name_or_path: str | os.PathLike[str]) -> Device:
     """A device kind by name, or the one device of a TOML file (`file.toml`, or `file.toml#name` if it has several).
 
     A name is looked up in the file that the environment variable AUTOSHARD_DEVICES names, then in the built-in ones.
-    A topology may follow: `tpu-v5e:4x4:2slices`, `h100:2x8`, `file.toml:2x8`.
+    A topology may follow: `tpu-v5e:4x4:2slices`, `h100:2x8`, `file.toml:2x8`; before it, of GPUs, `+sync`.
 
     Raises:
         DeviceError: no such kind; a malformed file, naming file and field; or a topology that the kind cannot have.
     """
-    kind, topology = split_topology(os.fspath(name_or_path))
+    named, topology = split_topology(os.fspath(name_or_path))
+    kind = named.removesuffix(SYNC)
     device = _load_kind(KIND_ALIASES.get(kind, kind))
+    if kind != named:
+        device = _sync(device)
     return device if topology is None else _with_topology(device, topology)
+
+
+def _sync(device: Device) -> Device:
+    if device.target != "gpu":
+        raise DeviceError(f"{device.name}{SYNC}: only XLA's GPU compiler is told not to hide latencies")
+    return replace(device, name=device.name + SYNC, sync=True)
+
+
+def sync_mesh(mesh: Mesh) -> Mesh | None:
+    """The mesh with programs compiled without the latency hiding scheduler; None where they are, or it is no GPU's."""
+    device = load_device(mesh.device)
+    if device.target != "gpu" or device.sync:
+        return None
+    kind, topology = split_topology(mesh.device)
+    return replace(mesh, device=kind + SYNC + ("" if topology is None else f":{topology}"))
 
 
 def builtin_kinds() -> frozenset[str]:
@@ -262,7 +292,7 @@ def builtin_kinds() -> frozenset[str]:
 
 def split_topology(text: str) -> tuple[str, str | None]:
     """`tpu-v5e:4x4:2slices` as `tpu-v5e` and `4x4:2slices`; None where no topology follows."""
-    found = re.fullmatch(r"(.*\.toml(?:#[^:]*)?|[^:]*)(?::(.*))?", text, re.DOTALL)
+    found = re.fullmatch(r"(.*\.toml(?:\+sync|#[^:]*)?|[^:]*)(?::(.*))?", text, re.DOTALL)
     return (found[1], found[2]) if found else (text, None)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.machine.device import DeviceError, builtin_kinds, default_placement, load_device
+from autoshard.cost.machine.device import DeviceError, builtin_kinds, default_placement, load_device, sync_mesh
 from autoshard.mesh import Mesh
 from autoshard.verify.targets import gpu_limits
 
@@ -211,12 +211,23 @@ def test_a_kind_with_its_topology(text: str, name: str, devices: int, islands: l
         ("h100:2x8:2slices", "hosts x GPUs per host"),
         ("cpu:8", "a device of kind cpu has no topology: write cpu, not cpu:8"),
         ("tpu-v9:2x4", "no device kind is called 'tpu-v9'"),
+        ("tpu-v5e+sync:2x4", "tpu-v5e+sync: only XLA's GPU compiler is told not to hide latencies"),
     ],
 )
 def test_a_topology_that_cannot_be_says_why(text: str, says: str) -> None:
     with pytest.raises(DeviceError) as error:
         load_device(text)
     assert says in str(error.value)
+
+
+def test_a_gpu_kind_without_latency_hiding() -> None:
+    hiding, device = load_device("h100:8"), load_device("h100+sync:8")
+    assert (device.name, device.kind, device.sync, hiding.sync) == ("h100+sync:1x8", "h100", True, False)
+    mesh = Mesh((2, 4), device="h100:8")
+    other = sync_mesh(mesh)
+    assert other is not None
+    assert other.device == "h100+sync:8"
+    assert sync_mesh(other) is sync_mesh(Mesh((2, 4), device="tpu-v5e")) is None
 
 
 def test_a_file_with_a_topology(tmp_path: Path) -> None:

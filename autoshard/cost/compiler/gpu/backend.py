@@ -185,6 +185,8 @@ class GpuBackend(Backend):
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
         """See `latency.overlapped`: a collective holds its results from its start and its operands until its done."""
+        if self.device.sync:
+            return kernels, order
         moves = [kernel.kind in COLLECTIVES for kernel in kernels]
         takes = [self._seconds(kernel, program) for kernel in kernels]
         products = [_is(kernel, "dot_general", program) for kernel in kernels]

@@ -14,8 +14,8 @@ jnp = jax.numpy
 ALL = ("data", "model")
 
 
-def compiled(function: object, arguments: list[object], specs: list[Spec]) -> VerifyReport:
-    return compiled_for("h100:8", function, arguments, specs)[0]
+def compiled(function: object, arguments: list[object], specs: list[Spec], target: str = "h100:8") -> VerifyReport:
+    return compiled_for(target, function, arguments, specs)[0]
 
 
 def tied(table: object, i: object, u: object, x: object, y: object) -> object:
@@ -147,8 +147,18 @@ def recomputed(x: object, *weights: object) -> object:
     return tuple(w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True))
 
 
+WEIGHTS = [f32(2048, 8192), f32(8192, 2048)] * 8
+UNDER_FSDP: list[Spec] = [(ALL, ())] * 17
+
+
 def test_weights_are_gathered_for_a_second_pass_once_it_may_begin() -> None:
     """Under FSDP, gathers of weights wait for the barrier, as the kernels that read them do."""
-    weights = [f32(2048, 8192), f32(8192, 2048)] * 8
-    report = compiled(recomputed, [f32(8192, 2048), *weights], [(ALL, ())] * 17)
+    report = compiled(recomputed, [f32(8192, 2048), *WEIGHTS], UNDER_FSDP)
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.01)
+
+
+def test_without_latency_hiding_weights_are_gathered_late() -> None:
+    arguments = [f32(65536, 1024), *([f32(1024, 4096), f32(4096, 1024)] * 8)]
+    hiding, sync = (compiled(recomputed, arguments, UNDER_FSDP, target) for target in ("h100:8", "h100+sync:8"))
+    assert sync.prediction.peak_memory_bytes == pytest.approx(sync.memory_bytes, rel=0.001)
+    assert sync.memory_bytes < 0.5 * hiding.memory_bytes

@@ -1,0 +1,55 @@
+"""Plans without XLA's latency hiding scheduler, where memory is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import autoshard
+from autoshard.mesh import Mesh
+from autoshard.program import Program
+from autoshard.show.report import SYNC_LINE
+
+MESH = Mesh((2, 4), device="h100:2x4")
+
+
+class Blocks(torch.nn.Module):
+    """Pairs of linear layers that are computed again in the backward pass."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        two = (torch.nn.Linear(width, 4 * width, False), torch.nn.Tanh(), torch.nn.Linear(4 * width, width, False))
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(*two) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    with torch.device("meta"):
+        model = Blocks(2048, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autoshard.capture(
+        model, (torch.zeros(4096, 2048),), loss_fn=lambda y: y.square().mean(), optimizer=optimizer
+    )
+
+
+def test_a_plan_that_does_not_fit_is_compiled_without_latency_hiding(program: Program) -> None:
+    hiding = autoshard.plan_program(program, MESH, memory=None)
+    sync = autoshard.plan_program(program, replace(MESH, device="h100+sync:2x4"), memory=None)
+    assert hiding.mesh == MESH
+    assert hiding.predicted.overlapped_s < hiding.predicted.step_time_s
+    assert sync.predicted.overlapped_s == sync.predicted.step_time_s
+    limit = sync.predicted.peak_memory_bytes
+    assert limit < hiding.predicted.peak_memory_bytes
+    found = autoshard.plan_program(program, MESH, memory=limit)
+    assert found.mesh == sync.mesh
+    assert found.predicted.peak_memory_bytes <= limit
+    assert SYNC_LINE in str(found)
+    assert autoshard.Plan.from_json(found.to_json()) == found
