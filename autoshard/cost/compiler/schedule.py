@@ -205,7 +205,8 @@ def depth_first(deps: Dependencies, results: Sequence[int], sizes: Sequence[int]
     """`DFSMemoryScheduler`: post-order that visits operands with the most fan-out, then the most bytes, first."""
     fans, totals = [0] * len(deps.makers), [0] * len(deps.makers)
     seen = 0
-    for number, makers in enumerate(deps.makers):
+    for number in post_order(deps, results):
+        makers = deps.makers[number]
         seen += sizes[number]
         fans[number] = max(0, len(deps.users[number]) - 1) + sum(fans[maker] for maker in makers)
         totals[number] = min(sizes[number] + sum(totals[maker] for maker in makers), seen)
