@@ -19,6 +19,7 @@ from autoshard.planning.candidate import Candidate, Decision, solver_info
 from autoshard.planning.hints import kept, split
 from autoshard.planning.memory import TRIES, within_limit
 from autoshard.planning.options import DEVICE_MEMORY, PlanningOptions
+from autoshard.planning.rivals import that_fits
 from autoshard.plans.value import NoPlanError, SolverInfo
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.solver.problem import Problem, Solution, Status
@@ -32,6 +33,8 @@ REPRICED = 2
 """Most times that a problem is solved again with prices that agree with the prediction of its last solution."""
 FEWER = 2
 """Most solves within a memory limit where there is a plan without latency hiding."""
+DEEP = 10_000
+"""Ops of a program of which a solve within a memory limit takes half a minute."""
 AGREE = 0.05
 """Fraction of the predicted step by which the objective may differ."""
 
@@ -68,15 +71,27 @@ def candidate_on(
     if free is not None and (memory is None or free.prediction.peak_memory_bytes <= memory):
         return free
     other = sync_mesh(mesh) if options.refine is None and memory is not None else None
-    found = []
+    found, deep = list[Candidate](), len(graph.ops) > DEEP
     if other is not None:
         sync = replace(problem, mesh=other)
         with _noted(refused):
-            found.append(within_limit(sync, memory))
+            found.append(within_limit(sync, memory, tries=FEWER if deep else TRIES))
         if found and free is not None and found[0].time <= (1 + AGREE) * free.time:
             return found[0]
-    with _noted(refused):
-        found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
+
+    def by_hand() -> list[Candidate]:
+        if found or memory is None or not options.rivals:
+            return []
+        options.progress("plans by hand")
+        bound = None if free is None or free.solver is None else free.solver.bound
+        best = that_fits(graph, [mesh] if other is None else [mesh, other], memory, problem.hints, bound)
+        return [] if best is None else [best.written(graph, options)]
+
+    found += by_hand() if deep else []
+    if not (found and deep):
+        with _noted(refused):
+            found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
+    found += by_hand()
     if not found:
         raise _explained(min(refused, key=lambda error: error.least), graph, mesh, options, memory)
     return min(found, key=lambda each: each.time * (1 + AGREE * (each.mesh != mesh)))

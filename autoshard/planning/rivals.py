@@ -1,13 +1,15 @@
 """Plans by hand that are predicted faster than the solver's choice.
 
 The solver prices op by op; the prediction follows the whole compiled program, and the two differ by some percent. A
-plan by hand that is nearly optimal may be predicted faster than the choice; then it becomes the plan.
+plan by hand that is nearly optimal may be predicted faster than the choice; then it becomes the plan. So does one that
+fits a memory limit, where the solver, which counts memory in program order, finds none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction, predict
@@ -19,10 +21,13 @@ from autoshard.mesh import Mesh, Spec, replicated
 from autoshard.planning.candidate import Candidate, collective_totals
 from autoshard.planning.hints import value_named
 from autoshard.planning.options import PlanningOptions
+from autoshard.plans.value import SolverInfo
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
 PREDICTED_OPS = 10_000
 """Most predictions of plans by hand, times ops of the program: they take a second or two."""
+FITTED = 3
+"""Most plans by hand per mesh that are predicted where no other plan fits."""
 _SURE = 0.05
 """Above this solver gap, or where prices were wrong by more, one plan by hand is always predicted."""
 
@@ -52,6 +57,25 @@ def _safe(graph: Graph, made: Annotations, mesh: Mesh) -> Annotations | None:
         return guarded(graph, made, mesh)
     except (UncompilableError, WrongNumbersError):
         return None
+
+
+def that_fits(
+    graph: Graph, meshes: Iterable[Mesh], memory: int, hints: Mapping[str, Spec], bound: float | None
+) -> Candidate | None:
+    """Of the plans by hand estimated best on each mesh, the fastest that fits; for where the solver finds none.
+
+    Args:
+        bound: on the objective without a limit, in seconds.
+    """
+    found = []
+    for mesh in meshes:
+        for name, made in islice(by_hand(graph, mesh, hints), FITTED):
+            prediction = predict(graph, made, mesh)
+            time = prediction.overlapped_s
+            gap = None if bound is None else max(0.0, 1 - bound / time)
+            solver = SolverInfo("feasible", time, bound, gap, "by hand", overruled=name)
+            found.append(Candidate(mesh, made, prediction, memory=memory, solver=solver, graph=graph))
+    return min((each for each in found if each.fits), key=lambda each: each.time, default=None)
 
 
 def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: Mapping[str, Spec]) -> Candidate:

@@ -9,9 +9,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.manual import PLANS
 from autoshard.mesh import Mesh
+from autoshard.planning.rivals import that_fits
 from autoshard.program import Program
 from autoshard.show.report import SYNC_LINE
+from autoshard.stablehlo.reader import build_graph
 
 MESH = Mesh((2, 4), device="h100:2x4")
 
@@ -53,3 +56,16 @@ def test_a_plan_that_does_not_fit_is_compiled_without_latency_hiding(program: Pr
     assert found.predicted.peak_memory_bytes <= limit
     assert SYNC_LINE in str(found)
     assert autoshard.Plan.from_json(found.to_json()) == found
+
+
+def test_where_the_solver_finds_none_a_plan_by_hand_may_fit(program: Program) -> None:
+    graph = build_graph(program)
+    under_fsdp = autoshard.manual_plan("fsdp", program, MESH)
+    limit = under_fsdp.predicted.peak_memory_bytes
+    found = that_fits(graph, [MESH], limit, {}, bound=0.1 * under_fsdp.predicted.overlapped_s)
+    assert found is not None
+    assert found.prediction.peak_memory_bytes <= limit
+    assert found.solver is not None
+    assert found.solver.overruled in PLANS
+    assert found.solver.gap == pytest.approx(1 - found.solver.bound / found.time)
+    assert that_fits(graph, [MESH], 1000, {}, bound=None) is None
