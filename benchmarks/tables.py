@@ -447,6 +447,40 @@ def cycles_errors() -> str:
     return tabulate(rows, ["held out", *kinds], "github", disable_numparse=True)
 
 
+def real() -> str:
+    """Programs at full size: how they were planned, and figures as predicted and compiled."""
+    with (RESULTS / "real.csv").open(newline="") as lines:
+        found = [row for row in csv.DictReader(lines) if row["compiled_memory"]]
+    table = []
+    for row in found:
+        program, _, target = row["row"].partition("/")
+        gigabytes, seconds = (
+            [float(row[f"{side}_{what}"]) * scale for side in ("predicted", "compiled")]
+            for what, scale in (("memory", 1e-9), ("s", 1.0))
+        )
+        table.append(
+            [
+                program + (f", `--remat {row['remat']}`" if row["remat"] else ""),
+                f"{target} as {row['mesh']}",
+                row["plan_cpu_s"],
+                f"{100 * float(row['gap']):.1f}",
+                " / ".join(f"{each:.3f}" for each in seconds),
+                " / ".join(f"{each:.1f}" for each in gigabytes),
+                percent(gigabytes[0] / gigabytes[1] - 1),
+                f"{100 * float(row['fidelity']):.1f}",
+            ]
+        )
+    headers = ["program", "target, mesh", "CPU s", "gap, %", "step, s", "GB a device", "memory, %", "bytes, %"]
+    errors = [int(row["predicted_memory"]) / int(row["compiled_memory"]) - 1 for row in found]
+    near = sum(abs(error) <= LIMITS["memory"] for error in errors)
+    exact = sum(float(row["fidelity"]) <= 0.05 for row in found)
+    said = (
+        f"Memory is within 15 % in {near} of {len(found)}, {percent(max(errors, key=abs))} % at worst; "
+        f"bytes of collectives within 5 % in {exact}."
+    )
+    return f"{markdown(table, headers)}\n\n{said}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "collectives": collectives,
     "outside": outside,
@@ -460,6 +494,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tight": tight,
     "random_nets": random_nets,
     "remat": remat,
+    "real": real,
     "quality": quality,
     "qualities": qualities,
     "measured": measured_errors,

@@ -33,8 +33,6 @@ REPRICED = 2
 """Most times that a problem is solved again with prices that agree with the prediction of its last solution."""
 FEWER = 2
 """Most solves within a memory limit where there is a plan without latency hiding."""
-DEEP = 10_000
-"""Ops of a program of which a solve within a memory limit takes half a minute."""
 AGREE = 0.05
 """Fraction of the predicted step by which the objective may differ."""
 
@@ -71,27 +69,20 @@ def candidate_on(
     if free is not None and (memory is None or free.prediction.peak_memory_bytes <= memory):
         return free
     other = sync_mesh(mesh) if options.refine is None and memory is not None else None
-    found, deep = list[Candidate](), len(graph.ops) > DEEP
+    found = list[Candidate]()
     if other is not None:
-        sync = replace(problem, mesh=other)
         with _noted(refused):
-            found.append(within_limit(sync, memory, tries=FEWER if deep else TRIES))
+            found.append(within_limit(replace(problem, mesh=other), memory))
         if found and free is not None and found[0].time <= (1 + AGREE) * free.time:
             return found[0]
-
-    def by_hand() -> list[Candidate]:
-        if found or memory is None or not options.rivals:
-            return []
+    if found or other is None:  # nothing that fits with latency hiding where nothing does without
+        with _noted(refused):
+            found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
+    if not found and memory is not None and options.rivals:
         options.progress("plans by hand")
         bound = None if free is None or free.solver is None else free.solver.bound
         best = that_fits(graph, [mesh] if other is None else [mesh, other], memory, problem.hints, bound)
-        return [] if best is None else [best.written(graph, options)]
-
-    found += by_hand() if deep else []
-    if not (found and deep):
-        with _noted(refused):
-            found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
-    found += by_hand()
+        found += [] if best is None else [best.written(graph, options)]
     if not found:
         raise _explained(min(refused, key=lambda error: error.least), graph, mesh, options, memory)
     return min(found, key=lambda each: each.time * (1 + AGREE * (each.mesh != mesh)))
