@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from autoshard.api import Plan
 from autoshard.cost.machine.bars import Bars, bar_text
-from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.device import SYNC, load_device, sync_mesh
 from autoshard.errors import ManualPlanError
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.graph.ops import Graph
@@ -30,14 +30,14 @@ from autoshard.plans.json_format import plain
 from autoshard.plans.value import CollectiveTotal, NoPlanError, PlanMismatchError, Predicted
 from autoshard.program import Program
 from autoshard.show.plots import plot_comparison
-from autoshard.show.report import bytes_by_kind, duration, mesh_text, size
+from autoshard.show.report import SYNC_LINE, bytes_by_kind, duration, mesh_text, size
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
 from autoshard.text import columns
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.compile import CompileError
 from autoshard.verify.cycles import check_clock
-from autoshard.verify.targets import Target, on_target, parse_target
+from autoshard.verify.targets import Target, default_target, on_target, parse_target
 
 AUTO = "auto"
 
@@ -169,6 +169,7 @@ class Comparison:
         if any(row.compiled for row in self.rows):
             parts += ["", "Bytes of collectives, per device and step, compiled:", *self._bytes(compiled=True)]
         notes = [f"{name}: left out; {why}" for name, why in self.left_out.items()]
+        notes += [f"{row.name}: {SYNC_LINE.strip()}" for row in self.rows if SYNC in row.plan.mesh.device]
         notes += [f"{row.name}: not compiled; {row.error}" for row in self.rows if row.error]
         return "\n".join([*parts, *([""] if notes else []), *notes])
 
@@ -323,7 +324,7 @@ def compare_program(
         made[name] = _other(plan, graph, mesh)
     rows = tuple(Row(name, plan) for name, plan in made.items())
     if for_target is not None:
-        rows = tuple(_compiled(row, graph, mesh, for_target, cycles, options.progress) for row in rows)
+        rows = tuple(_compiled(row, graph, for_target, cycles, options.progress) for row in rows)
     return Comparison(mesh, options.memory_on(mesh), rows, left_out, target or "")
 
 
@@ -347,12 +348,16 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     check_program(plan, graph.program)
     if (plan.mesh.shape, plan.mesh.axis_names) != (mesh.shape, mesh.axis_names):
         raise PlanMismatchError(f"a plan for the mesh {describe_mesh(plan.mesh)} is not one for {describe_mesh(mesh)}")
-    found = written_plan(graph, mesh, annotations_of(plan, graph), options=plan.options, solver=plan.solver)
+    where = sync_mesh(mesh) or mesh if load_device(plan.mesh.device).sync else mesh
+    found = written_plan(graph, where, annotations_of(plan, graph), options=plan.options, solver=plan.solver)
     return Plan.of(found)
 
 
-def _compiled(row: Row, graph: Graph, mesh: Mesh, target: Target, cycles: bool, say: Progress) -> Row:
+def _compiled(row: Row, graph: Graph, target: Target, cycles: bool, say: Progress) -> Row:
     """The row with the figures of the compiled program."""
+    mesh = row.plan.mesh
+    if load_device(mesh.device).sync:
+        target = parse_target(default_target(mesh), mesh.size)
     say(f"compile {row.name} for {target}")
     annotations = annotations_of(row.plan, graph)
     try:

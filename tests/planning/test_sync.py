@@ -9,8 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import autoshard
+from autoshard.comparison.compared import compare_program
 from autoshard.manual import PLANS
 from autoshard.mesh import Mesh
+from autoshard.planning.options import PlanningOptions
 from autoshard.planning.rivals import that_fits
 from autoshard.program import Program
 from autoshard.show.report import SYNC_LINE
@@ -69,3 +71,14 @@ def test_where_the_solver_finds_none_a_plan_by_hand_may_fit(program: Program) ->
     assert found.solver.overruled in PLANS
     assert found.solver.gap == pytest.approx(1 - found.solver.bound / found.time)
     assert that_fits(graph, [MESH], 1000, {}, bound=None) is None
+
+
+def test_it_stands_beside_others_as_it_is_compiled(program: Program) -> None:
+    limit = autoshard.manual_plan("fsdp", program, replace(MESH, device="h100+sync:2x4")).predicted.peak_memory_bytes
+    found = compare_program(program, MESH, plans=["auto", "fsdp"], options=PlanningOptions(memory=limit))
+    auto = found["auto"].plan
+    assert auto.mesh.device == "h100+sync:2x4"
+    assert found["fsdp"].plan.mesh == MESH
+    assert f"auto: {SYNC_LINE.strip()}" in str(found)
+    again = compare_program(program, MESH, plans=["fsdp"], others={"saved": auto})
+    assert again["saved"].plan.predicted == auto.predicted
