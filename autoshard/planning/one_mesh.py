@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compiler.backends import backend_of
@@ -24,6 +24,7 @@ from autoshard.plans.value import NoPlanError, SolverInfo
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.settings import Settings
+from autoshard.solver.solve import GoalOutOfReachError
 from autoshard.strategies.carry import Carried, carried_from, choices_from
 from autoshard.strategies.formulate import Formulation, formulate
 from autoshard.strategies.guard import guarded
@@ -69,14 +70,14 @@ def candidate_on(
     if free is not None and (memory is None or free.prediction.peak_memory_bytes <= memory):
         return free
     other = sync_mesh(mesh) if options.refine is None and memory is not None else None
-    found = list[Candidate]()
+    found, before = list[Candidate](), len(refused)
     if other is not None:
-        with _noted(refused):
+        with _noted(refused), suppress(GoalOutOfReachError):
             found.append(within_limit(replace(problem, mesh=other), memory))
         if found and free is not None and found[0].time <= (1 + AGREE) * free.time:
             return found[0]
-    if found or other is None:  # nothing that fits with latency hiding where nothing does without
-        with _noted(refused):
+    if len(refused) == before:  # else nothing fits without latency hiding, nor then with it
+        with _noted(refused), suppress(*[GoalOutOfReachError] * len(found)):
             found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
     if not found and memory is not None and options.rivals:
         options.progress("plans by hand")

@@ -12,6 +12,7 @@ import autoshard
 from autoshard.comparison.compared import compare_program
 from autoshard.manual import PLANS
 from autoshard.mesh import Mesh
+from autoshard.planning.one_mesh import candidate_on
 from autoshard.planning.options import PlanningOptions
 from autoshard.planning.rivals import that_fits
 from autoshard.program import Program
@@ -82,3 +83,16 @@ def test_it_stands_beside_others_as_it_is_compiled(program: Program) -> None:
     assert f"auto: {SYNC_LINE.strip()}" in str(found)
     again = compare_program(program, MESH, plans=["fsdp"], others={"saved": auto})
     assert again["saved"].plan.predicted == auto.predicted
+
+
+def test_a_goal_that_is_out_of_reach_without_latency_hiding_may_be_met_with_it(program: Program) -> None:
+    graph = build_graph(program)
+    hiding = candidate_on(graph, MESH, PlanningOptions(memory=None), 60.0)
+    sync = candidate_on(graph, replace(MESH, device="h100+sync:2x4"), PlanningOptions(memory=None), 60.0)
+    assert hiding.solver is not None
+    assert sync.solver is not None
+    goal = (hiding.solver.objective + sync.solver.bound) / 2
+    limit = hiding.prediction.peak_memory_bytes - 1
+    found = candidate_on(graph, MESH, PlanningOptions(memory=limit), 60.0, goal)
+    assert found.mesh == MESH
+    assert found.prediction.peak_memory_bytes <= limit
