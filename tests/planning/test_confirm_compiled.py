@@ -12,7 +12,7 @@ from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.check import compile_annotated
 from autoshard.verify.compile import compile_module  # noqa: F401  marks these tests as ones that compile
-from autoshard.verify.targets import TargetError, parse_target
+from autoshard.verify.targets import TargetError, default_target, parse_target
 
 torch = pytest.importorskip("torch")
 
@@ -25,11 +25,12 @@ def mesh_on(target):
     return Mesh((2, 4), device=target)
 
 
-def compiled_bytes(program, plan, target):
-    """Peak per device of a plan as compiled, whatever the plan says of it."""
+def compiled_bytes(program, plan):
+    """Peak per device of a plan as compiled for its own devices, whatever the plan says of it."""
     graph = build_graph(program)
     module = annotate(program, graph, plan.annotations(graph), plan.mesh)
-    return compile_annotated(graph, plan.mesh, parse_target(target), module).memory.peak
+    target = parse_target(default_target(plan.mesh), plan.mesh.size)
+    return compile_annotated(graph, plan.mesh, target, module).memory.peak
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +51,11 @@ def step():
 def test_a_plan_that_does_not_fit_as_compiled_is_not_returned(step, target, limit, compiles):
     mesh = mesh_on(target)
     predicted = autoshard.plan_program(step, mesh, memory=limit)
-    assert predicted.predicted.peak_memory_bytes <= limit < compiled_bytes(step, predicted, target)
+    assert predicted.predicted.peak_memory_bytes <= limit < compiled_bytes(step, predicted)
     plan = autoshard.plan_program(step, mesh, memory=limit, confirm="auto")
     said = plan.confirmed
     assert (said.verdict, said.compiles) == ("fits", compiles)
-    assert compiled_bytes(step, plan, target) == said.compiled_bytes <= limit
+    assert compiled_bytes(step, plan) == said.compiled_bytes <= limit
     assert plan.options.memory == limit
     assert autoshard.Plan.from_json(plan.to_json()).confirmed == said
     assert f"per device: fits ({said.compiler} for {said.target}, {compiles} plans compiled in " in str(plan)
