@@ -11,6 +11,7 @@ float32 masters and under autocast; GPT-2's layers, a mixture of experts, a ViT 
         --out benchmarks/results/full_size.csv
     python benchmarks/bf16.py --deep --targets tpu-v5e:2x4 --plans dp,fsdp,megatron,auto
         --out benchmarks/results/bf16_tpu.csv
+    python benchmarks/bf16.py --deep --targets h100:8 --plans dp,fsdp,megatron,auto
 """
 
 from __future__ import annotations

@@ -77,8 +77,11 @@ FILES = {
         list(product(QUALITY_MODELS, ("tpu-v5e:2x4", "h100:8", "h100:2x8"), ("solver", "plan()"))),
     ),
     "bf16_gpu": (
-        "python benchmarks/bf16.py",
-        list(product(BF16_PROGRAMS, ("h100:8", "h100:2x8"), ("auto", "fsdp"))),
+        "python benchmarks/bf16.py`, and with `--deep --targets h100:8 --plans dp,fsdp,megatron,auto",
+        [
+            *product(BF16_PROGRAMS, ("h100:8", "h100:2x8"), ("auto", "fsdp")),
+            *product(BF16_DEEP, ("h100:8",), ("dp", "fsdp", "megatron", "auto")),
+        ],
     ),
     "bf16_tpu": (
         "python benchmarks/bf16.py --targets tpu-v5e:2x4,tpu-v5p:2x2x2 --plans dp,fsdp,megatron,auto "

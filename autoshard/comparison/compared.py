@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from autoshard.api import Plan
 from autoshard.cost.machine.bars import Bars, bar_text
-from autoshard.cost.machine.device import SYNC, load_device, sync_mesh
+from autoshard.cost.machine.device import is_sync, load_device, sync_mesh
 from autoshard.errors import ManualPlanError
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.graph.ops import Graph
@@ -169,7 +169,7 @@ class Comparison:
         if any(row.compiled for row in self.rows):
             parts += ["", "Bytes of collectives, per device and step, compiled:", *self._bytes(compiled=True)]
         notes = [f"{name}: left out; {why}" for name, why in self.left_out.items()]
-        notes += [f"{row.name}: {SYNC_LINE.strip()}" for row in self.rows if SYNC in row.plan.mesh.device]
+        notes += [f"{row.name}: {SYNC_LINE}" for row in self.rows if is_sync(row.plan.mesh.device)]
         notes += [f"{row.name}: not compiled; {row.error}" for row in self.rows if row.error]
         return "\n".join([*parts, *([""] if notes else []), *notes])
 
@@ -348,7 +348,7 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     check_program(plan, graph.program)
     if (plan.mesh.shape, plan.mesh.axis_names) != (mesh.shape, mesh.axis_names):
         raise PlanMismatchError(f"a plan for the mesh {describe_mesh(plan.mesh)} is not one for {describe_mesh(mesh)}")
-    where = sync_mesh(mesh) or mesh if load_device(plan.mesh.device).sync else mesh
+    where = sync_mesh(mesh) or mesh if is_sync(plan.mesh.device) else mesh
     found = written_plan(graph, where, annotations_of(plan, graph), options=plan.options, solver=plan.solver)
     return Plan.of(found)
 
@@ -356,7 +356,7 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
 def _compiled(row: Row, graph: Graph, target: Target, cycles: bool, say: Progress) -> Row:
     """The row with the figures of the compiled program."""
     mesh = row.plan.mesh
-    if load_device(mesh.device).sync:
+    if is_sync(mesh.device):
         target = parse_target(default_target(mesh), mesh.size)
     say(f"compile {row.name} for {target}")
     annotations = annotations_of(row.plan, graph)

@@ -42,7 +42,7 @@ def within_limit(
 
     Args:
         free: the candidate without a limit, where it is known.
-        tries: most solves.
+        tries: most solves; with fewer than by default the plan of least memory is not looked for.
 
     Raises:
         NoPlanError: none was found; says the least predicted peak.

@@ -65,11 +65,13 @@ def candidate_on(
     """
     problem = problem_on(graph, mesh, options, seconds, goal, others)
     memory, refused = problem.memory, list[NoPlanError]()
+    if memory is None:
+        return free or problem.candidate(None)
     with _noted(refused):
         free = free or problem.candidate(None)
-    if free is not None and (memory is None or free.prediction.peak_memory_bytes <= memory):
+    if free is not None and free.prediction.peak_memory_bytes <= memory:
         return free
-    other = sync_mesh(mesh) if options.refine is None and memory is not None else None
+    other = sync_mesh(mesh) if options.refine is None else None
     found, before = list[Candidate](), len(refused)
     if other is not None:
         with _noted(refused), suppress(GoalOutOfReachError):
@@ -77,9 +79,10 @@ def candidate_on(
         if found and free is not None and found[0].time <= (1 + AGREE) * free.time:
             return found[0]
     if len(refused) == before:  # else nothing fits without latency hiding, nor then with it
-        with _noted(refused), suppress(*[GoalOutOfReachError] * len(found)):
+        pruned = (GoalOutOfReachError,) if found else ()
+        with _noted(refused), suppress(*pruned):
             found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
-    if not found and memory is not None and options.rivals:
+    if not found and options.rivals:
         options.progress("plans by hand")
         bound = None if free is None or free.solver is None else free.solver.bound
         best = that_fits(graph, [mesh] if other is None else [mesh, other], memory, problem.hints, bound)
@@ -91,18 +94,16 @@ def candidate_on(
 
 @contextmanager
 def _noted(refused: list[NoPlanError]) -> Iterator[None]:
-    """Goes on where there is no plan, with the reason noted."""
+    """Note why there is no plan, and go on."""
     try:
         yield
     except NoPlanError as error:
         refused.append(error)
 
 
-def _explained(
-    error: NoPlanError, graph: Graph, mesh: Mesh, options: PlanningOptions, memory: int | None
-) -> NoPlanError:
+def _explained(error: NoPlanError, graph: Graph, mesh: Mesh, options: PlanningOptions, memory: int) -> NoPlanError:
     """The error with what the limit is, and what would fit."""
-    if memory is None or not math.isfinite(error.least):
+    if not math.isfinite(error.least):
         return error
     said = [str(error)]
     if options.memory == DEVICE_MEMORY:

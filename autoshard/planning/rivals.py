@@ -21,6 +21,7 @@ from autoshard.mesh import Mesh, Spec, replicated
 from autoshard.planning.candidate import Candidate, collective_totals
 from autoshard.planning.hints import value_named
 from autoshard.planning.options import PlanningOptions
+from autoshard.plans.figures import BY_HAND
 from autoshard.plans.value import SolverInfo
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
@@ -73,7 +74,7 @@ def that_fits(
             prediction = predict(graph, made, mesh)
             time = prediction.overlapped_s
             gap = None if bound is None else max(0.0, 1 - bound / time)
-            solver = SolverInfo("feasible", time, bound, gap, "by hand", overruled=name)
+            solver = SolverInfo("feasible", time, bound, gap, BY_HAND, overruled=name)
             found.append(Candidate(mesh, made, prediction, memory=memory, solver=solver, graph=graph))
     return min((each for each in found if each.fits), key=lambda each: each.time, default=None)
 

@@ -93,6 +93,10 @@ class Predicted(_Figures):
     modules: tuple[ModuleCost, ...] = field(default=(), repr=False)
 
 
+BY_HAND = "by hand"
+"""Backend of a plan by hand where the solver found none."""
+
+
 @dataclass(frozen=True)
 class SolverInfo(_Figures):
     """Outcome of the solver.
@@ -104,7 +108,8 @@ class SolverInfo(_Figures):
         gap: (objective - bound) / objective; None when no bound is known.
         backend: what found the choice.
         overruled: the plan by hand that replaced the solver's choice, because it is predicted no slower (`rivals.py`);
-            the other figures are of the choice.
+            the other figures are of the choice. With `BY_HAND` as the backend the solver found none that fits: the
+            objective is the predicted step of the plan by hand, the bound that of the problem without a limit.
     """
 
     status: str

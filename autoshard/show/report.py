@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autoshard.cost.machine.bars import Bars, bar_text
-from autoshard.cost.machine.device import SYNC, DeviceError, default_placement
+from autoshard.cost.machine.device import DeviceError, default_placement, is_sync
 from autoshard.mesh import Mesh, Spec, describe_mesh, spec_axes
+from autoshard.plans.figures import BY_HAND
 from autoshard.plans.value import (
     ActivationPlan,
     CollectiveTotal,
@@ -28,7 +29,8 @@ from autoshard.plans.value import (
 from autoshard.show.terminal import printable
 from autoshard.text import columns
 
-SYNC_LINE = "  compiled without XLA's latency hiding scheduler, which takes more memory; plan.to_jax() sees to that"
+SYNC_LINE = "compiled without XLA's latency hiding scheduler, for its memory: plan.to_jax() sets the options"
+"""What is said of a plan for a kind such as `h100+sync`."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_OPS, _COLUMN = 5, 32
 
@@ -49,7 +51,7 @@ def plan_report(plan: Plan) -> str:
         f"({len(plan.program.ops)} aten ops) on {mesh_text(plan.mesh)}"
         + (f", {plan.micro_batches} micro-batches and one update" if plan.micro_batches > 1 else ""),
         *_options(plan),
-        *([SYNC_LINE] if SYNC in plan.mesh.device else []),
+        *([f"  {SYNC_LINE}"] if is_sync(plan.mesh.device) else []),
         "",
         *module_table(plan),
     ]
@@ -353,7 +355,9 @@ def solver_line(solver: SolverInfo, hidden: float = 0.0) -> str:
     text += f" ({solver.backend})"
     if hidden:
         text += f", {hidden:.0%} of collectives of weights beside kernels"
-    if solver.overruled is not None:
+    if solver.overruled is not None and solver.backend == BY_HAND:
+        text += f": `{solver.overruled}`, since no plan that fits was found"
+    elif solver.overruled is not None:
         text += f"; taken instead: the plan by hand `{solver.overruled}`, predicted no slower"
     return text
 

@@ -276,6 +276,11 @@ def _sync(device: Device) -> Device:
     return replace(device, name=device.name + SYNC, sync=True)
 
 
+def is_sync(name: str) -> bool:
+    """Whether a kind, perhaps with a topology, is one that XLA compiles for without latency hiding."""
+    return split_topology(name)[0].endswith(SYNC)
+
+
 def sync_mesh(mesh: Mesh) -> Mesh | None:
     """The mesh with programs compiled without the latency hiding scheduler; None where they are, or it is no GPU's."""
     device = load_device(mesh.device)
