@@ -20,6 +20,8 @@ from autoshard.show.report import SYNC_LINE
 from autoshard.stablehlo.reader import build_graph
 
 MESH = Mesh((2, 4), device="h100:2x4")
+SECONDS = 5.0
+"""Time limit of each solve."""
 
 
 class Blocks(torch.nn.Module):
@@ -47,14 +49,14 @@ def program() -> Program:
 
 
 def test_a_plan_that_does_not_fit_is_compiled_without_latency_hiding(program: Program) -> None:
-    hiding = autoshard.plan_program(program, MESH, memory=None)
-    sync = autoshard.plan_program(program, replace(MESH, device="h100+sync:2x4"), memory=None)
+    hiding = autoshard.plan_program(program, MESH, memory=None, time_limit=SECONDS)
+    sync = autoshard.plan_program(program, replace(MESH, device="h100+sync:2x4"), memory=None, time_limit=SECONDS)
     assert hiding.mesh == MESH
     assert hiding.predicted.overlapped_s < hiding.predicted.step_time_s
     assert sync.predicted.overlapped_s == sync.predicted.step_time_s
     limit = sync.predicted.peak_memory_bytes
     assert limit < hiding.predicted.peak_memory_bytes
-    found = autoshard.plan_program(program, MESH, memory=limit)
+    found = autoshard.plan_program(program, MESH, memory=limit, time_limit=SECONDS)
     assert found.mesh == sync.mesh
     assert found.predicted.peak_memory_bytes <= limit
     assert SYNC_LINE in str(found)
@@ -76,7 +78,7 @@ def test_where_the_solver_finds_none_a_plan_by_hand_may_fit(program: Program) ->
 
 def test_it_stands_beside_others_as_it_is_compiled(program: Program) -> None:
     limit = autoshard.manual_plan("fsdp", program, replace(MESH, device="h100+sync:2x4")).predicted.peak_memory_bytes
-    found = compare_program(program, MESH, plans=["auto", "fsdp"], options=PlanningOptions(memory=limit))
+    found = compare_program(program, MESH, plans=["auto", "fsdp"], options=PlanningOptions(memory=limit, time_limit=SECONDS))
     auto = found["auto"].plan
     assert auto.mesh.device == "h100+sync:2x4"
     assert found["fsdp"].plan.mesh == MESH
@@ -87,12 +89,12 @@ def test_it_stands_beside_others_as_it_is_compiled(program: Program) -> None:
 
 def test_a_goal_that_is_out_of_reach_without_latency_hiding_may_be_met_with_it(program: Program) -> None:
     graph = build_graph(program)
-    hiding = candidate_on(graph, MESH, PlanningOptions(memory=None), 60.0)
-    sync = candidate_on(graph, replace(MESH, device="h100+sync:2x4"), PlanningOptions(memory=None), 60.0)
+    hiding = candidate_on(graph, MESH, PlanningOptions(memory=None), SECONDS)
+    sync = candidate_on(graph, replace(MESH, device="h100+sync:2x4"), PlanningOptions(memory=None), SECONDS)
     assert hiding.solver is not None
     assert sync.solver is not None
     goal = (hiding.solver.objective + sync.solver.bound) / 2
     limit = hiding.prediction.peak_memory_bytes - 1
-    found = candidate_on(graph, MESH, PlanningOptions(memory=limit), 60.0, goal)
+    found = candidate_on(graph, MESH, PlanningOptions(memory=limit), SECONDS, goal)
     assert found.mesh == MESH
     assert found.prediction.peak_memory_bytes <= limit
