@@ -23,7 +23,7 @@ _FREE = frozenset(
 )
 _FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"})
 _FUSED_ATTENTION = "__cudnn$fmha"
-_MOSAIC = "tpu_custom_call"
+_MOSAIC, _TRITON = "tpu_custom_call", "__gpu$xla.gpu.triton"
 _FLOPS = re.compile(r'"cost_estimate":\{[^{}]*"flops":"(\d+)"')
 _BODY = re.compile(r'"body":"([^"]*)"')
 _GRID = re.compile(r"iteration_bounds = array<i64: ([\d, ]+)>")
@@ -409,8 +409,16 @@ def fused_attention(instruction: Instruction, shapes: Sequence[ArrayShape]) -> A
     return Attention(sizes, form, "Backward" not in instruction.target)
 
 
+def _grouped_flops(result: ArrayShape, shapes: Sequence[ArrayShape]) -> float:
+    """FLOPs of a grouped product of `experts/grouped.py`, rows by matrices, or rows by rows for their gradient."""
+    ranks = [len(one.dims) for one in shapes], len(result.dims)
+    if ranks == ([2, 3], 2):
+        return 2.0 * shapes[0].elements * result.dims[-1]
+    return 2.0 * shapes[0].elements * shapes[1].dims[-1] if ranks == ([2, 2], 3) else 0.0
+
+
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
-    """FLOPs of calls into cuBLAS and cuDNN, and of the products in a TPU's kernels of attention.
+    """FLOPs of calls into cuBLAS and cuDNN, of grouped products, and of the products in a TPU's kernels of attention.
 
     A fused attention kernel, or a Pallas kernel, states its own (in libtpu's text: twice the products' size).
     """
@@ -425,6 +433,9 @@ def _library_flops(computation: Computation, instruction: Instruction) -> tuple[
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]
         return _wider(shapes), 2.0 * instruction.shapes[0].elements * math.prod(shapes[0].dims[dim] for dim in dims)
+    matrices = [one for one in shapes if len(one.dims) > 1]
+    if target == _TRITON and matrices:
+        return _wider(matrices), _grouped_flops(instruction.shapes[0], matrices)
     if target.startswith(_FUSED_ATTENTION):
         return _wider(shapes), fused_attention(instruction, shapes).flops
     if target.startswith("__cudnn$conv") and len(shapes) > 1:

@@ -62,6 +62,19 @@ def test_cublas_calls_are_dots():
     assert one(call).flops == {"f32": 2 * 64 * 16 * 32}
 
 
+@pytest.mark.parametrize(
+    ("result", "operands", "flops"),
+    [
+        ("f32[64,48]", "%i, %p, %k", {"f32": 2 * 64 * 32 * 48}),  # rows by the matrix of their group
+        ("f32[4,32,32]", "%i, %p, %p", {"f32": 2 * 64 * 32 * 32}),  # and the gradient of these
+        ("f32[64,32]", "%p", {}),  # a kernel of someone else
+        ("s32[]", "%i", {}),
+    ],
+)
+def test_a_grouped_product_in_a_triton_kernel(result, operands, flops):
+    assert one(f'{result} custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton"').flops == flops
+
+
 def test_a_tpus_kernel_of_attention_holds_a_product():
     call = 'f32[64,16] custom-call(%p, %w), custom_call_target="tpu_custom_call", metadata={op_name="online-softmax"}'
     assert one(call).flops == {"f32": 2 * 64 * 16 * 32}
