@@ -66,9 +66,9 @@ ALTERNATING, SEARCHED, LEAST_GAIN, STALLED = 1000, 50, 1e-2, 6
 many exchanges in a row that close less than this share of the gap end the solve."""
 RELAXED_PARTS = 2, 5
 """Parts of a round that a relaxation at one price of memory takes, at first and at the best prices."""
-CROSSING, CLOSE = 0.5, 1e-3
-"""Share of the time left for prices of memory; gap at which a problem with memory rows ends that is beyond the integer
-program."""
+CROSSING, CLOSE, ENOUGH = 0.5, 1e-3, 5e-3
+"""Share of the time left for prices of memory; gap at which that search ends; gap at which, after it, a problem with
+memory rows ends that is beyond the integer program."""
 REDUCING = 0.5
 """Share of the time left that reductions may take; a solve with little time goes on with what is reduced by then."""
 PEAK_TIME, UNKNOWN_TIME = 8.0, 0.5
@@ -371,7 +371,7 @@ class _Run:
     def _close(self, net: Network) -> bool:
         """Whether a large problem with memory rows, whose count is an estimate, is solved closely enough."""
         large = len(net.room) > 0 and ilp.nonzeros(net) > LARGEST_PROGRAM
-        return large and self.objective - self.bound <= CLOSE * abs(self.objective)
+        return large and self.objective - self.bound <= ENOUGH * abs(self.objective)
 
     def _searched(self, net: Network, dual: Dual, choice: list[int], *, patience: int) -> list[int]:
         """Tree search from a feasible choice; its outcome becomes the incumbent where cheaper."""
