@@ -41,7 +41,7 @@ def lower(
     as_json: bool,
 ) -> None:
     """Write the StableHLO module of SOURCE with the plan's annotations in it."""
-    from autoshard.cost.machine.device import SYNC_OPTIONS, load_device
+    from autoshard.cost.machine.device import load_device, scheduler_options
     from autoshard.planning.collector import collector_paused
     from autoshard.stablehlo.annotate import annotate, check_steps
     from autoshard.stablehlo.reader import build_graph
@@ -64,8 +64,9 @@ def lower(
         files.write(output, module)
     pins, copies = len(annotations.pins), len(annotations.copies)
     say(f"Wrote {output}: {len(module):,} bytes, {pins} pins and {copies} copies for {found.mesh.size} devices")
-    if device.sync:
-        say(f"Compile it with XLA_FLAGS='{' '.join(f'--{name}=false' for name in SYNC_OPTIONS)}'")
+    if options := scheduler_options(found.mesh.device):
+        flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+        say(f"Compile it with XLA_FLAGS='{flags}'")
     if as_json:
         said = {"plan": str(plan_file), "output": str(output), "form": form, "bytes": len(module)}
         print_json({**said, "pins": pins, "copies": copies, **stages.spent()})

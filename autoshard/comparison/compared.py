@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from autoshard.api import Plan
 from autoshard.cost.machine.bars import Bars, bar_text
-from autoshard.cost.machine.device import is_sync, load_device, sync_mesh
+from autoshard.cost.machine.device import load_device, slop_of, with_slop
 from autoshard.errors import ManualPlanError
 from autoshard.frontends.choose import capture_of, switches_for
 from autoshard.graph.ops import Graph
@@ -30,7 +30,7 @@ from autoshard.plans.json_format import plain
 from autoshard.plans.value import CollectiveTotal, NoPlanError, PlanMismatchError, Predicted
 from autoshard.program import Program
 from autoshard.show.plots import plot_comparison
-from autoshard.show.report import SYNC_LINE, bytes_by_kind, duration, mesh_text, size
+from autoshard.show.report import bytes_by_kind, duration, mesh_text, scheduler_lines, size
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
 from autoshard.text import columns
@@ -169,7 +169,7 @@ class Comparison:
         if any(row.compiled for row in self.rows):
             parts += ["", "Bytes of collectives, per device and step, compiled:", *self._bytes(compiled=True)]
         notes = [f"{name}: left out; {why}" for name, why in self.left_out.items()]
-        notes += [f"{row.name}: {SYNC_LINE}" for row in self.rows if is_sync(row.plan.mesh.device)]
+        notes += [f"{row.name}: {line}" for row in self.rows for line in scheduler_lines(row.plan.mesh)]
         notes += [f"{row.name}: not compiled; {row.error}" for row in self.rows if row.error]
         return "\n".join([*parts, *([""] if notes else []), *notes])
 
@@ -348,7 +348,8 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     check_program(plan, graph.program)
     if (plan.mesh.shape, plan.mesh.axis_names) != (mesh.shape, mesh.axis_names):
         raise PlanMismatchError(f"a plan for the mesh {describe_mesh(plan.mesh)} is not one for {describe_mesh(mesh)}")
-    where = sync_mesh(mesh) or mesh if is_sync(plan.mesh.device) else mesh
+    percent = slop_of(plan.mesh.device)
+    where = mesh if percent is None else with_slop(mesh, percent)
     found = written_plan(graph, where, annotations_of(plan, graph), options=plan.options, solver=plan.solver)
     return Plan.of(found)
 
@@ -356,7 +357,7 @@ def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
 def _compiled(row: Row, graph: Graph, target: Target, cycles: bool, say: Progress) -> Row:
     """The row with the figures of the compiled program."""
     mesh = row.plan.mesh
-    if is_sync(mesh.device):
+    if slop_of(mesh.device) is not None:
         target = parse_target(default_target(mesh), mesh.size)
     say(f"compile {row.name} for {target}")
     annotations = annotations_of(row.plan, graph)

@@ -1,11 +1,11 @@
-"""Step time when collectives of weights run beside kernels.
+"""Step time when collectives run beside kernels.
 
-Gathers of what is made of parameters alone run ahead, one after the other in the order of their use; a kernel waits for
-those that it reads. On GPUs sums of gradients follow the kernels that make them, one after the other; the optimizer
-waits for the last. libtpu, by default, issues sums in line. Both together take no less than their sum. Permutes of a
-windowed einsum run beside its product (Wang et al., "Overlap Communication with Dependent Computation via
-Decomposition", ASPLOS 2023); every other collective, alone. A GPU's collectives take multiprocessors from the kernels
-beside them. A CPU's compiler issues none asynchronously. PyTorch's runtime does the same in the order of its kernels.
+On GPUs, those that run between start and done in the modelled schedule (`compiler/latency.py`); they take
+multiprocessors from the kernels beside them. On TPUs gathers of what is made of parameters alone run ahead, one after
+the other in the order of their use; a kernel waits for those that it reads. libtpu, by default, issues sums in line.
+Permutes of a windowed einsum run beside its product (Wang et al., "Overlap Communication with Dependent Computation via
+Decomposition", ASPLOS 2023); every other collective, alone. A CPU's compiler issues none asynchronously. PyTorch's
+runtime gathers parameters ahead and sums gradients behind, in the order of its kernels.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Sequence
 
 from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.eager import Gathers
-from autoshard.cost.compiler.lowered import COLLECTIVES, SUMS, Lowered, Step
+from autoshard.cost.compiler.lowered import COLLECTIVES, END, SUMS, Lowered, Step
+from autoshard.cost.compiler.timing import collective_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import MATRIX_WORK
 from autoshard.cost.machine.device import Device
 from autoshard.graph.groups import Groups
 from autoshard.graph.ops import Graph
+from autoshard.mesh import Mesh
 
 _COMMUNICATING = 20
 """Multiprocessors of a GPU that communicate (DeepSeek-V3 technical report, arXiv:2412.19437: 20 of an H800's 132)."""
@@ -32,7 +34,7 @@ def taken_share(device: Device) -> float:
 
 def overlaps(device: Device) -> bool:
     """Whether the compiler of a device kind issues collectives asynchronously."""
-    return device.target != "cpu" and not device.sync
+    return device.target != "cpu" and device.slop > 0
 
 
 def hides_sums(device: Device) -> bool:
@@ -49,46 +51,23 @@ def overlapped(
     device: Device,
 ) -> float:
     """Seconds of a step; never more than all of `compute` (by group) and `times` (by collective) in sequence."""
-    serial = sum(compute) + sum(times)
     if not overlaps(device):
-        return serial
-    gradients = _gradients(graph) if hides_sums(device) else set()
-    found = _on_two_streams(graph, groups, compute, collectives, times, gradients)
-    return found + taken_share(device) * max(0.0, serial - found)
-
-
-def _on_two_streams(
-    graph: Graph,
-    groups: Groups,
-    compute: Sequence[float],
-    collectives: Sequence[Collective],
-    times: Sequence[float],
-    gradients: set[int],
-) -> float:
+        return sum(compute) + sum(times)
     weights = made_of_parameters(graph)
     at: dict[int, list[int]] = {}
     for number, each in enumerate(collectives):
         if each.op is not None:
             at.setdefault(each.op, []).append(number)
     now = sum(time for each, time in zip(collectives, times, strict=True) if each.op is None)
-    gathered = reduced = first = now
-    beside = 0.0
-    started = False
+    gathered = now
     for group, own in zip(groups.groups, compute, strict=True):
-        if not started and graph.phase(group.ops[-1]) == "optimizer":
-            started = True
-            now = max(now, reduced, first + beside)
         left = own  # of the group's kernels, that no permute runs beside
         read = [value.op for value in group.inputs if graph.ops[value.op].kind == "argument"]
         for op in (*dict.fromkeys(read), *group.ops):
             for number in at.pop(op, ()):
                 each = collectives[number]
-                if op in gradients and each.kind in SUMS:
-                    reduced = max(reduced, now + own) + times[number]
-                    beside += times[number]
-                elif op in weights and each.kind == "all-gather":
+                if op in weights and each.kind == "all-gather":
                     gathered += times[number]
-                    beside += times[number]
                     now = max(now, gathered)
                 elif each.kind == "collective-permute" and graph.ops[op].kind == "dot_general":
                     now += max(0.0, times[number] - left)
@@ -97,7 +76,7 @@ def _on_two_streams(
                     now += times[number]
         now += own
     rest = sum(times[number] for numbers in at.values() for number in numbers)
-    return max(now, reduced, first + beside) + rest
+    return max(now, gathered) + rest
 
 
 def made_of_parameters(graph: Graph) -> set[int]:
@@ -111,18 +90,29 @@ def made_of_parameters(graph: Graph) -> set[int]:
     return found
 
 
-def _gradients(graph: Graph) -> set[int]:
-    """Ops of the backward pass whose results only the optimizer reads, cast or moved at most."""
-    found: set[int] = set()
-    for op in reversed(graph.ops):
-        readers = [graph.ops[reader] for reader in graph.nx.adj[op.id]]
-        only = all(
-            graph.phase(reader.id) == "optimizer" or (reader.id in found and reader.kind not in MATRIX_WORK)
-            for reader in readers
-        )
-        if readers and only and graph.phase(op.id) == "backward":
-            found.add(op.id)
-    return found
+def as_scheduled(compiled: Compiled, kernels: Sequence[float], mesh: Mesh, device: Device) -> float:
+    """Seconds of a GPU program in its modelled schedule; one collective at a time is in flight.
+
+    Args:
+        kernels: seconds of each kernel, 0 of collectives.
+    """
+    steps, graph = compiled.program.steps, compiled.program.graph
+    times = iter(collective_seconds(compiled.collectives, compiled, mesh, device))
+    now = flown = serial = 0.0
+    due: dict[int, float] = {}  # array -> when the collective that makes it ends
+    for kernel, own in zip(compiled.kernels, kernels, strict=True):
+        if kernel.kind in COLLECTIVES:
+            made = [each for number in kernel.steps if (each := steps[number].collective) is not None]
+            taken = sum(next(times) * (1 if each.once else graph.runs(each.op)) for each in made)
+            serial += taken
+            flown = max(now, flown) + taken
+            due.update(dict.fromkeys(kernel.writes, flown))
+        elif kernel.kind == END:
+            now = max(now, *(due.get(array, 0.0) for array in kernel.reads))
+        now += own
+        serial += own
+    found = max(now, flown) if overlaps(device) else serial
+    return found + taken_share(device) * max(0.0, serial - found)
 
 
 def streamed(compiled: Compiled, kernels: Sequence[float], collectives: Sequence[float]) -> float:

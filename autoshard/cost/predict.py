@@ -18,7 +18,7 @@ from autoshard.cost.machine.device import Device, load_device
 from autoshard.cost.machine.libraries import library
 from autoshard.cost.machine.measured import matrix_seconds
 from autoshard.cost.machine.targets import Target
-from autoshard.cost.overlap import overlapped, streamed
+from autoshard.cost.overlap import as_scheduled, overlapped, streamed
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.partitioned import Partitioned
 from autoshard.cost.partitioner.passes.merge import equal_ops, merged
@@ -64,8 +64,7 @@ class Prediction:
     Attributes:
         step_time_s: compute and communication one after the other, in seconds.
         compute_s, communication_s: its two parts.
-        overlapped_s: step time when gathers of weights, and on GPUs sums of gradients, run beside kernels
-            (`overlap.py`); what plans are compared by.
+        overlapped_s: step time when collectives run beside kernels (`overlap.py`); what plans are compared by.
         mfu: FLOP of the program, each op counted once over the whole mesh and none that only computes again what a
             checkpoint has let go of, over what all devices could do in `step_time_s` at their peak.
         collectives: every collective of a step, with the op it comes from.
@@ -144,6 +143,8 @@ def predict(
     compute_s, communication_s = sum(compute), sum(times)
     if eager:
         beside = streamed(compiled, [seconds for _, seconds in kernels], times)
+    elif target == "gpu":
+        beside = as_scheduled(compiled, [seconds for _, seconds in kernels], mesh, device)
     else:
         beside = overlapped(graph, groups, compute, collectives, times, device)
     step = compute_s + communication_s
@@ -162,6 +163,20 @@ def predict(
         specs=shardings.specs | {value: shardings.specs[first] for value, first in equal.items()},
         kernel_s=tuple(kernels),
         collective_s=tuple(times),
+    )
+
+
+def rescheduled(found: Prediction, mesh: Mesh) -> Prediction:
+    """The prediction of a GPU's program as XLA schedules it for the kind of `mesh`, which differs in `Device.slop`."""
+    device = load_device(mesh.device)
+    compiled = backend_of(device).scheduled(list(found.compiled.unscheduled), found.compiled.program)
+    kernels = _per_op(compiled, compiled.program.graph, kernel_seconds(compiled, device))
+    return replace(
+        found,
+        overlapped_s=as_scheduled(compiled, [seconds for _, seconds in kernels], mesh, device),
+        peak_memory_bytes=compiled.peak_bytes,
+        compiled=compiled,
+        kernel_s=tuple(kernels),
     )
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from autoshard.cost.machine.device import SYNC_OPTIONS, load_device
+from autoshard.cost.machine.device import scheduler_options
 from autoshard.dtypes import is_float, numpy_dtype
 from autoshard.errors import LoweringError
 from autoshard.graph.ops import Graph
@@ -298,7 +298,7 @@ class JaxStep:
             return new, made
 
         of_state = {name: shardings[name] for name in self._state}
-        options = dict(SYNC_OPTIONS) if self._on_gpu and load_device(self._mesh.device).sync else None
+        options = scheduler_options(self._mesh.device) if self._on_gpu else None
         specs = {"in_shardings": (of_state, None), "out_shardings": (of_state, None)}
         return jax.jit(step, donate_argnums=0, **specs, compiler_options=options)
 

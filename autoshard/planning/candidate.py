@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.machine.collectives import Collective
-from autoshard.cost.predict import Prediction, predict
+from autoshard.cost.machine.device import load_device, slop_of, with_slop
+from autoshard.cost.predict import Prediction, predict, rescheduled
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
@@ -19,6 +20,8 @@ from autoshard.strategies.carry import Carried
 
 OPTIMUM = "optimum"
 """Name of the candidate that the solver chose."""
+SLOPS = (0, 10, 30, 60, 80)
+"""Percentages of memory for XLA's latency hiding scheduler that are tried where its default takes too much."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Candidate:
         decision: the solver's, where it made the annotations.
         graph: of the program, where several programs are planned (`remat.py`).
         remat: what was recomputed to find it, where that was left open.
+        slop: percentage of memory for XLA's latency hiding scheduler, where that is less than was asked for.
     """
 
     mesh: Mesh
@@ -67,16 +71,36 @@ class Candidate:
     decision: Decision | None = field(default=None, repr=False)
     graph: Graph | None = field(default=None, repr=False)
     remat: RematSearch | None = None
+    slop: int | None = None
 
     @property
     def time(self) -> float:
-        """Predicted seconds of a step, collectives of weights beside kernels: what candidates are compared by."""
+        """Predicted seconds of a step, collectives beside kernels: what candidates are compared by."""
         return self.prediction.overlapped_s
 
     @property
     def fits(self) -> bool:
         """Whether the predicted peak is within the memory limit."""
         return self.memory is None or self.prediction.peak_memory_bytes <= self.memory
+
+    def rescheduled(self) -> Candidate:
+        """The candidate with as much memory for XLA's latency hiding scheduler on GPUs as fits, by default if it may.
+
+        Where none fits, it is the one with the least. A kind that has its percentage in its name keeps it.
+        """
+        if self.fits or load_device(self.mesh.device).target != "gpu" or slop_of(self.mesh.device) is not None:
+            return self
+        found = self.with_slop(SLOPS[0])
+        for percent in SLOPS[1:]:
+            if not found.fits or not (other := self.with_slop(percent)).fits:
+                break
+            found = other
+        return found
+
+    def with_slop(self, percent: int) -> Candidate:
+        """The candidate for GPUs with this percentage of memory for XLA's latency hiding scheduler."""
+        mesh = with_slop(self.mesh, percent)
+        return replace(self, mesh=mesh, prediction=rescheduled(self.prediction, mesh), slop=percent)
 
     def written(self, graph: Graph, options: PlanningOptions) -> Candidate:
         """The candidate with the annotations to write: all, or the least annotations."""

@@ -20,6 +20,8 @@ TIGHTER = 0.99
 """Factor on the proportional limit of the next solve, so that its prediction undershoots the limit."""
 WORTH_MORE = 1.02
 """How many times the predicted memory the limit must be for a solve with a higher limit."""
+SAME = 0.98
+"""Part of the predicted memory of one solve that is no less for the next, with a lower limit: no lower one helps."""
 _ABOVE = 1 + 1e-6
 """Factor on the least peak that the solver reports, to make it feasible as a limit."""
 
@@ -35,14 +37,11 @@ class Solvable(Protocol):
         """
 
 
-def within_limit(
-    problem: Solvable, limit: float | None, free: Candidate | None = None, tries: int = TRIES
-) -> Candidate:
+def within_limit(problem: Solvable, limit: float | None, free: Candidate | None = None) -> Candidate:
     """A candidate whose predicted peak is at most `limit` bytes per device.
 
     Args:
         free: the candidate without a limit, where it is known.
-        tries: most solves; with fewer than by default the plan of least memory is not looked for.
 
     Raises:
         NoPlanError: none was found; says the least predicted peak.
@@ -61,7 +60,7 @@ def within_limit(
     first: float | None = None  # the limit that the solver found infeasible
     best: Candidate | None = None
     lowest: int | None = None  # predicted peak of the plan of least memory by the solver's count
-    for _ in range(tries):
+    for _ in range(TRIES):
         try:
             found = problem.candidate(asked)
         except NoPlanError as error:
@@ -84,16 +83,18 @@ def within_limit(
                 break
             asked *= TIGHTER * limit / predicted
             continue
+        stuck = asked < limit and predicted > SAME * least
         least = min(least, predicted)
         if refused is not None:
             lowest = predicted
+        if refused is not None or stuck:
             break
         # Lower the solver's limit by the ratio of the limit to the prediction for this plan.
         assert found.decision is not None
         asked = TIGHTER * min(found.decision.counted_bytes, asked) * limit / predicted
     if best is not None:
         return best
-    if lowest is None and tries == TRIES:
+    if lowest is None:
         plainest = _lowest(problem)
         if plainest is not None and plainest.prediction.peak_memory_bytes <= limit:
             return plainest

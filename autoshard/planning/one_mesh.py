@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.machine.device import load_device, sync_mesh
+from autoshard.cost.machine.device import load_device
 from autoshard.cost.overlap import overlaps, taken_share
 from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph
@@ -17,14 +16,13 @@ from autoshard.mesh import Mesh, Spec, format_spec
 from autoshard.planning.advice import what_would_fit
 from autoshard.planning.candidate import Candidate, Decision, solver_info
 from autoshard.planning.hints import kept, split
-from autoshard.planning.memory import TRIES, within_limit
+from autoshard.planning.memory import within_limit
 from autoshard.planning.options import DEVICE_MEMORY, PlanningOptions
 from autoshard.planning.rivals import that_fits
 from autoshard.plans.value import NoPlanError, SolverInfo
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.settings import Settings
-from autoshard.solver.solve import GoalOutOfReachError
 from autoshard.strategies.carry import Carried, carried_from, choices_from
 from autoshard.strategies.formulate import Formulation, formulate
 from autoshard.strategies.guard import guarded
@@ -32,8 +30,6 @@ from autoshard.strategies.shared import solved_together
 
 REPRICED = 2
 """Most times that a problem is solved again with prices that agree with the prediction of its last solution."""
-FEWER = 2
-"""Most solves within a memory limit where there is a plan without latency hiding."""
 AGREE = 0.05
 """Fraction of the predicted step by which the objective may differ."""
 
@@ -49,9 +45,8 @@ def candidate_on(
 ) -> Candidate:
     """The best candidate on `mesh` whose predicted memory is within the limit.
 
-    XLA's latency hiding scheduler for GPUs gathers weights early and sums gradients late, which takes memory. Where the
-    best plan does not fit, the best one without that scheduler (`sync_mesh`) is taken if it is hardly slower than that,
-    or much faster than the best that fits with it.
+    Where a plan on GPUs does not fit, XLA's latency hiding scheduler may get less memory (`Candidate.rescheduled`).
+    Where the solver finds none that fits, plans by hand are looked at.
 
     Args:
         seconds: time limit of the solver.
@@ -64,41 +59,20 @@ def candidate_on(
         GoalOutOfReachError: the solver's bound proves that none undercuts the goal.
     """
     problem = problem_on(graph, mesh, options, seconds, goal, others)
-    memory, refused = problem.memory, list[NoPlanError]()
+    memory = problem.memory
     if memory is None:
         return free or problem.candidate(None)
-    with _noted(refused):
-        free = free or problem.candidate(None)
-    if free is not None and free.prediction.peak_memory_bytes <= memory:
-        return free
-    other = sync_mesh(mesh) if options.refine is None else None
-    found, before = list[Candidate](), len(refused)
-    if other is not None:
-        with _noted(refused), suppress(GoalOutOfReachError):
-            found.append(within_limit(replace(problem, mesh=other), memory))
-        if found and free is not None and found[0].time <= (1 + AGREE) * free.time:
-            return found[0]
-    if len(refused) == before:  # else nothing fits without latency hiding, nor then with it
-        pruned = (GoalOutOfReachError,) if found else ()
-        with _noted(refused), suppress(*pruned):
-            found.append(within_limit(problem, memory, free, tries=FEWER if found else TRIES))
-    if not found and options.rivals:
-        options.progress("plans by hand")
-        bound = None if free is None or free.solver is None else free.solver.bound
-        best = that_fits(graph, [mesh] if other is None else [mesh, other], memory, problem.hints, bound)
-        found += [] if best is None else [best.written(graph, options)]
-    if not found:
-        raise _explained(min(refused, key=lambda error: error.least), graph, mesh, options, memory)
-    return min(found, key=lambda each: each.time * (1 + AGREE * (each.mesh != mesh)))
-
-
-@contextmanager
-def _noted(refused: list[NoPlanError]) -> Iterator[None]:
-    """Note why there is no plan, and go on."""
+    free = problem.candidate(None) if free is None else replace(free, memory=memory).rescheduled()
     try:
-        yield
+        return within_limit(problem, memory, free)
     except NoPlanError as error:
-        refused.append(error)
+        refused = error
+    if options.rivals:
+        options.progress("plans by hand")
+        bound = None if free.solver is None else free.solver.bound
+        if (found := that_fits(graph, mesh, memory, problem.hints, bound)) is not None:
+            return found.written(graph, options)
+    raise _explained(refused, graph, mesh, options, memory)
 
 
 def _explained(error: NoPlanError, graph: Graph, mesh: Mesh, options: PlanningOptions, memory: int) -> NoPlanError:
@@ -166,7 +140,7 @@ class OneMesh:
                 pass
             else:
                 found = found if found.time + early <= other.time else other
-        return found.written(self.graph, self.options)
+        return found.written(self.graph, self.options).rescheduled()
 
     def settings(self, limit: float | None) -> Settings:
         """Solver settings; the bound under a tightened limit is not one of the plan asked for."""
@@ -181,14 +155,17 @@ class OneMesh:
     def better(self, formulation: Formulation, settings: Settings) -> Candidate:
         """The choice with collectives of weights beside kernels, or that in sequence if it is predicted faster.
 
-        The latter is looked for only where collectives of weights are a part of the step.
+        The latter is looked for only where collectives of weights are a part of the step, and the solver proved the
+        first to be an optimum.
         """
         device = load_device(self.mesh.device)
         if self.others:
             formulation = formulation.repriced(*self.others[-1].prices)
         share = HIDDEN * (1 - taken_share(device)) if overlaps(device) else 0.0
         found = self._repriced(formulation, settings, share)
-        if not share or _hideable(formulation, found) <= FEW * found.time:
+        assert found.decision is not None
+        proved = found.decision.solution.status is Status.OPTIMAL
+        if not share or not proved or _hideable(formulation, found) <= FEW * found.time:
             return found
         try:
             serial = self._repriced(formulation, replace(settings, goal=math.inf), 0.0, found)

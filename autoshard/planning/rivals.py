@@ -7,7 +7,7 @@ fits a memory limit, where the solver, which counts memory in program order, fin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -28,7 +28,7 @@ from autoshard.strategies.guard import UncompilableError, WrongNumbersError, gua
 PREDICTED_OPS = 10_000
 """Most predictions of plans by hand, times ops of the program: they take a second or two."""
 FITTED = 3
-"""Most plans by hand per mesh that are predicted where no other plan fits."""
+"""Most plans by hand that are predicted where no other plan fits."""
 _SURE = 0.05
 """Above this solver gap, or where prices were wrong by more, one plan by hand is always predicted."""
 
@@ -61,21 +61,18 @@ def _safe(graph: Graph, made: Annotations, mesh: Mesh) -> Annotations | None:
 
 
 def that_fits(
-    graph: Graph, meshes: Iterable[Mesh], memory: int, hints: Mapping[str, Spec], bound: float | None
+    graph: Graph, mesh: Mesh, memory: int, hints: Mapping[str, Spec], bound: float | None
 ) -> Candidate | None:
-    """Of the plans by hand estimated best on each mesh, the fastest that fits; for where the solver finds none.
+    """Of the plans by hand estimated best, the fastest that fits; for where the solver finds none.
 
     Args:
         bound: on the objective without a limit, in seconds.
     """
     found = []
-    for mesh in meshes:
-        for name, made in islice(by_hand(graph, mesh, hints), FITTED):
-            prediction = predict(graph, made, mesh)
-            time = prediction.overlapped_s
-            gap = None if bound is None else max(0.0, 1 - bound / time)
-            solver = SolverInfo("feasible", time, bound, gap, BY_HAND, overruled=name)
-            found.append(Candidate(mesh, made, prediction, memory=memory, solver=solver, graph=graph))
+    for name, made in islice(by_hand(graph, mesh, hints), FITTED):
+        one = Candidate(mesh, made, predict(graph, made, mesh), memory=memory, graph=graph).rescheduled()
+        gap = None if bound is None else max(0.0, 1 - bound / one.time)
+        found.append(replace(one, solver=SolverInfo("feasible", one.time, bound, gap, BY_HAND, overruled=name)))
     return min((each for each in found if each.fits), key=lambda each: each.time, default=None)
 
 
@@ -101,7 +98,7 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
         count -= 1
         solver = replace(found.solver, overruled=name)
         rival = replace(found, annotations=made, prediction=predict(graph, made, found.mesh), solver=solver)
-        rival = rival.written(graph, options)
+        rival = rival.written(graph, options).rescheduled()
         alike = same and _alike(rival.prediction, found.prediction)
         if rival.fits and (alike or rival.time < best.time * (1 - _FASTER)):
             best = rival

@@ -75,7 +75,7 @@ class Predicted(_Figures):
     Attributes:
         step_time_s: serial step time: compute plus communication, in seconds.
         compute_s, communication_s: its two parts.
-        overlapped_s: step time when gathers of weights, and on GPUs sums of gradients, run beside kernels.
+        overlapped_s: step time when collectives run beside kernels (`cost/overlap.py`).
         mfu: useful FLOP (every op counted once over the whole mesh, recomputation not) / (step time x peak FLOP/s of
             all devices).
         collectives: totals, per kind and axes.

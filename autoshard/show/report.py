@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autoshard.cost.machine.bars import Bars, bar_text
-from autoshard.cost.machine.device import DeviceError, default_placement, is_sync
+from autoshard.cost.machine.device import DeviceError, default_placement, scheduler_options, slop_of
 from autoshard.mesh import Mesh, Spec, describe_mesh, spec_axes
 from autoshard.plans.figures import BY_HAND
 from autoshard.plans.value import (
@@ -29,8 +29,6 @@ from autoshard.plans.value import (
 from autoshard.show.terminal import printable
 from autoshard.text import columns
 
-SYNC_LINE = "compiled without XLA's latency hiding scheduler, for its memory: plan.to_jax() sets the options"
-"""What is said of a plan for a kind such as `h100+sync`."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_OPS, _COLUMN = 5, 32
 
@@ -44,6 +42,15 @@ def mesh_text(mesh: Mesh) -> str:
     return describe_mesh(mesh, placement if len(set("+".join(placement).split("+"))) > 1 else ())
 
 
+def scheduler_lines(mesh: Mesh) -> list[str]:
+    """What is said of a plan for a kind such as `h100+slop30`: one line or none."""
+    percent = slop_of(mesh.device)
+    if percent is None:
+        return []
+    does = f"fills {percent} % of free memory" if percent else "is off"
+    return [f"XLA's latency hiding scheduler {does}: plan.to_jax() sets {', '.join(scheduler_options(mesh.device))}"]
+
+
 def plan_report(plan: Plan) -> str:
     """The whole report, several lines, no trailing newline."""
     parts = [
@@ -51,7 +58,7 @@ def plan_report(plan: Plan) -> str:
         f"({len(plan.program.ops)} aten ops) on {mesh_text(plan.mesh)}"
         + (f", {plan.micro_batches} micro-batches and one update" if plan.micro_batches > 1 else ""),
         *_options(plan),
-        *([f"  {SYNC_LINE}"] if is_sync(plan.mesh.device) else []),
+        *(f"  {line}" for line in scheduler_lines(plan.mesh)),
         "",
         *module_table(plan),
     ]
@@ -271,7 +278,7 @@ def predicted_lines(predicted: Predicted, limit: int | None = None, bars: Bars |
     step, memory = (f" {bars.step_text()}", f" {bar_text(bars.memory)}") if bars else ("", "")
     lines = [
         f"  step time      {duration(predicted.step_time_s)}{step}; {duration(predicted.overlapped_s)} with "
-        "collectives of weights beside kernels",
+        "collectives beside kernels",
         f"  MFU            {predicted.mfu:.1%}, in sequence, recomputation not counted",
         f"  compute        {duration(predicted.compute_s)}",
         f"  communication  {duration(predicted.communication_s)}",

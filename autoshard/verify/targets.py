@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from autoshard.cost.machine.device import (
     KIND_ALIASES,
-    SYNC,
     TOPOLOGIES,
     DeviceError,
     builtin_kinds,
     load_device,
+    split_slop,
     split_topology,
 )
 from autoshard.cost.machine.layout import check_layout, machine
@@ -46,7 +46,6 @@ class Target:
         num_devices: XLA devices over all slices or hosts.
         topology: chips per torus dim of one slice (TPU), or (hosts, GPUs per host); empty for the CPU.
         slices: TPU slices joined by the data-centre network.
-        sync: whether XLA's GPU compiler gets `SYNC_OPTIONS`: `h100+sync:8`.
     """
 
     text: str
@@ -55,7 +54,6 @@ class Target:
     num_devices: int
     topology: tuple[int, ...] = ()
     slices: int = 1
-    sync: bool = False
 
     def __str__(self) -> str:
         """The canonical text."""
@@ -99,7 +97,7 @@ def parse_target(text: str, mesh_size: int | None = None) -> Target:
         TargetError: on an unknown kind or form, or another number of devices than the mesh has.
     """
     kind, *rest = text.strip().lower().split(":")
-    gpu = kind.removesuffix(SYNC)
+    gpu, _ = split_slop(kind)
     if kind == "cpu":
         target = _cpu(text, rest, mesh_size)
     elif kind in TPUS:
@@ -193,4 +191,4 @@ def _placed(text: str, family: Family) -> Target:
     suffix = device.name.partition(":")[2]
     if family == "gpu":
         suffix = topology or ""
-    return Target(f"{kind}:{suffix}", family, device.kind, device.devices, device.topology, device.slices, device.sync)
+    return Target(f"{kind}:{suffix}", family, device.kind, device.devices, device.topology, device.slices)

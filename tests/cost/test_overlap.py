@@ -36,26 +36,22 @@ def step() -> Graph:
     )
 
 
-def seconds(graph: Graph, collectives: list[Collective], times: list[float], device: str = "tpu-v5e") -> float:
+def seconds(graph: Graph, collectives: list[Collective], times: list[float]) -> float:
     """The overlapped step of groups of one second each."""
     groups = fusion_groups(graph)
-    return overlapped(graph, groups, [1.0] * len(groups.groups), collectives, times, load_device(device))
+    return overlapped(graph, groups, [1.0] * len(groups.groups), collectives, times, load_device("tpu-v5e"))
 
 
-def test_weights_are_gathered_ahead_and_gradients_summed_behind(step: Graph) -> None:
+def test_weights_are_gathered_ahead(step: Graph) -> None:
     products = [op.id for op in step.ops if op.kind == "dot_general"]
     groups = len(fusion_groups(step).groups)
     first = next(
         op for op, each in zip(step.arguments, step.program.arguments, strict=True) if each.role == "parameter"
     )
-    gather, sums = (
-        [Collective("all-gather", ("x",), 1, op=first)],
-        [Collective("reduce-scatter", ("x",), 1, op=products[-2])],
-    )
+    gather = [Collective("all-gather", ("x",), 1, op=first)]
+    sums = [Collective("reduce-scatter", ("x",), 1, op=products[-2])]
     assert seconds(step, [], []) == groups
     assert seconds(step, gather, [0.5]) <= groups + 0.5
-    assert seconds(step, sums, [0.5], "h100") == groups + 0.5 * 20 / 132  # the multiprocessors it takes
-    assert seconds(step, sums, [100.0], "h100") >= 100
     assert seconds(step, sums, [0.5]) == groups + 0.5  # libtpu issues sums in line
     between = [Collective("all-reduce", ("x",), 1, op=products[0])]
     assert seconds(step, between, [0.5]) == groups + 0.5

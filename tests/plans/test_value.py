@@ -494,7 +494,7 @@ def test_the_report_says_what_splits_what():
     assert "  optimizer state  6 tensors  as its parameter" in lines
     assert "  h.0-5  1 value: tanh  not pinned  [data, -]" in lines
     assert "  h.0,2,4  1 value: mm  [data, model]" in lines
-    assert "  step time  12.3 ms; 11 ms with collectives of weights beside kernels" in lines
+    assert "  step time  12.3 ms; 11 ms with collectives beside kernels" in lines
     assert "  MFU  34.0%, in sequence, recomputation not counted" in lines
     assert "  all-reduce  over data  x3  12.35 MB per device" in lines
     assert "  peak memory  3.2 GB of 16 GB per device" in lines

@@ -67,6 +67,7 @@ class Compiled:
         argument_bytes, output_bytes: of arguments, and of results that alias no argument.
         placement: memory space assignment, for a device with on-chip memory.
         gaps: whether fragmentation counts as memory.
+        unscheduled: the kernels before they were scheduled.
     """
 
     program: Lowered = field(repr=False)
@@ -76,6 +77,7 @@ class Compiled:
     output_bytes: int
     placement: Placement | None = None
     gaps: bool = False
+    unscheduled: tuple[Kernel, ...] = field(default=(), repr=False)
 
     @property
     def flops(self) -> float:
@@ -212,7 +214,11 @@ class Backend:
         program = self.rewrites(program)
         kernels = self.fusion(program).kernels()
         self.store(kernels, program)
-        kernels = self.combine(kernels, program)
+        return self.scheduled(self.combine(kernels, program), program)
+
+    def scheduled(self, kernels: list[Kernel], program: Lowered) -> Compiled:
+        """The schedule of a program's kernels, and its memory."""
+        unscheduled = tuple(kernels)
         deps = dependencies(kernels)
         order = self.order(kernels, deps, program)
         kernels, order = self.overlap(kernels, order, deps, program)
@@ -226,7 +232,8 @@ class Backend:
         ordered = tuple(kernels[number] for number in order)
         if self.reuses_results:
             live = beside_results(live, ordered, program.arrays, self.buffer_bytes)
-        return self.placed(Compiled(program, ordered, live, arguments, outputs, gaps=self.gaps))
+        found = Compiled(program, ordered, live, arguments, outputs, gaps=self.gaps, unscheduled=unscheduled)
+        return self.placed(found)
 
     def placed(self, compiled: Compiled) -> Compiled:
         """The same kernels and schedule, with memory space assignment anew for this device."""

@@ -44,6 +44,8 @@ WITH_LOGITS = 2
 """Operands of an attention kernel that reads logits and values; others read queries and keys instead of logits."""
 
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
+END = "end"
+"""Kind of a kernel that ends an asynchronous collective."""
 
 
 SUMS = frozenset({"all-reduce", "reduce-scatter"})

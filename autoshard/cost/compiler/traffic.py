@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Lowered
+from autoshard.cost.compiler.lowered import COLLECTIVES, END, SLICE, Lowered
 from autoshard.graph.groups import BARRIER
 
 PARTIAL = frozenset({"slice", "dynamic_slice", "gather", SLICE})
@@ -12,7 +12,7 @@ PARTIAL = frozenset({"slice", "dynamic_slice", "gather", SLICE})
 
 def touched(kernel: Kernel, program: Lowered) -> dict[int, int]:
     """Array -> bytes of it that one kernel reads and writes; none for collectives, which use links."""
-    if kernel.kind in COLLECTIVES or kernel.kind in (BARRIER, "end"):
+    if kernel.kind in COLLECTIVES or kernel.kind in (BARRIER, END):
         return {}
     arrays, steps = program.arrays, program.steps
     if not kernel.steps:  # copies around a combined collective

@@ -1,7 +1,8 @@
 """Device kinds: figures from `devices.toml`, or from a user's file in the same format.
 
 A *device* is what XLA counts as one. A device kind may carry its *topology*: `tpu-v5e:4x4:2slices` (chips per torus
-dim, slices), `h100:2x8` (hosts x GPUs per host); programs for `h100+sync` are compiled with `SYNC_OPTIONS`. A
+dim, slices), `h100:2x8` (hosts x GPUs per host); `h100+slop30` has options for
+XLA (`scheduler_options`). A
 *placement* assigns mesh axes to links (torus, a host's switch, the network between hosts): per axis the name of a link,
 or `nvlink+ib` for an axis whose inner part is on one link and whose outer part is on the other; `layout.py` derives
 coordinates.
@@ -31,13 +32,9 @@ ENVIRONMENT = "AUTOSHARD_DEVICES"
 """Environment variable: path of a device file that is read before the built-in one."""
 
 
-SYNC = "+sync"
-"""Ends the name of a GPU kind for which XLA compiles without its latency hiding scheduler."""
-SYNC_OPTIONS: Mapping[str, bool] = {
-    "xla_gpu_enable_latency_hiding_scheduler": False,
-    "xla_gpu_enable_analytical_sol_latency_estimator": False,  # where it is on, so is the scheduler
-}
-"""XLA's options that turn that scheduler off: collectives in line, results live no longer than they must."""
+SLOP, FULL_SLOP = "+slop", 95
+"""What ends the name of a GPU kind for which XLA's latency hiding scheduler fills this percentage of the memory that
+arguments and results leave, and XLA's default. With less it hides less; with none it is off."""
 
 
 class DeviceError(ValueError):
@@ -103,7 +100,7 @@ class Device:
         sparse_copy_bytes: size from which sparse cores copy tables to another layout; 0 without sparse cores.
         usable_bytes: what the runtime leaves of the memory to a step; None is all of `memory_bytes`.
         measured: entry of `measured.toml` whose models time its kernels and collectives; empty for the roofline.
-        sync: whether programs are compiled with `SYNC_OPTIONS`.
+        slop: percentage of memory that XLA's latency hiding scheduler for GPUs fills (`scheduler_options`).
         source: where the figures come from.
     """
 
@@ -128,7 +125,7 @@ class Device:
     sparse_copy_bytes: int = 0
     usable_bytes: int | None = None
     measured: str = ""
-    sync: bool = False
+    slop: int = FULL_SLOP
     source: str = field(default="", repr=False, compare=False)
 
     @property
@@ -138,8 +135,8 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """The name without a topology, and without `+sync`."""
-        return self.name.partition(":")[0].removesuffix(SYNC)
+        """The name without a topology, and without `+slop30`."""
+        return self.name.partition(":")[0].partition(SLOP)[0]
 
     @property
     def memory_limit(self) -> int | None:
@@ -257,37 +254,51 @@ def load_device(name_or_path: str | os.PathLike[str]) -> Device:
     """A device kind by name, or the one device of a TOML file (`file.toml`, or `file.toml#name` if it has several).
 
     A name is looked up in the file that the environment variable AUTOSHARD_DEVICES names, then in the built-in ones.
-    A topology may follow: `tpu-v5e:4x4:2slices`, `h100:2x8`, `file.toml:2x8`; before it, of GPUs, `+sync`.
+    A topology may follow: `tpu-v5e:4x4:2slices`, `h100:2x8`, `file.toml:2x8`; before it, of GPUs, `+slop30`.
 
     Raises:
         DeviceError: no such kind; a malformed file, naming file and field; or a topology that the kind cannot have.
     """
     named, topology = split_topology(os.fspath(name_or_path))
-    kind = named.removesuffix(SYNC)
+    kind, percent = split_slop(named)
     device = _load_kind(KIND_ALIASES.get(kind, kind))
-    if kind != named:
-        device = _sync(device)
+    if percent is not None:
+        device = _with_slop(device, percent)
     return device if topology is None else _with_topology(device, topology)
 
 
-def _sync(device: Device) -> Device:
+def _with_slop(device: Device, percent: int) -> Device:
     if device.target != "gpu":
-        raise DeviceError(f"{device.name}{SYNC}: only XLA's GPU compiler is told not to hide latencies")
-    return replace(device, name=device.name + SYNC, sync=True)
+        raise DeviceError(f"{device.name}{SLOP}{percent}: only XLA's GPU compiler has a scheduler with such a limit")
+    if percent > 100:
+        raise DeviceError(f"{device.name}{SLOP}{percent}: a percentage of memory is at most 100")
+    return replace(device, name=f"{device.name}{SLOP}{percent}", slop=percent)
 
 
-def is_sync(name: str) -> bool:
-    """Whether a kind, perhaps with a topology, is one that XLA compiles for without latency hiding."""
-    return split_topology(name)[0].endswith(SYNC)
+def split_slop(kind: str) -> tuple[str, int | None]:
+    """`h100+slop30` as `h100` and 30; None where no percentage follows."""
+    found = re.fullmatch(r"(.*)\+slop(\d{1,3})", kind, re.DOTALL)
+    return (found[1], int(found[2])) if found else (kind, None)
 
 
-def sync_mesh(mesh: Mesh) -> Mesh | None:
-    """The mesh with programs compiled without the latency hiding scheduler; None where they are, or it is no GPU's."""
-    device = load_device(mesh.device)
-    if device.target != "gpu" or device.sync:
-        return None
+def slop_of(name: str) -> int | None:
+    """The percentage in the name of a kind, perhaps with a topology; None without one. The kind may be unknown."""
+    return split_slop(split_topology(name)[0])[1]
+
+
+def scheduler_options(name: str) -> dict[str, int | bool]:
+    """XLA's options for the percentage in the name of a kind; none without one."""
+    percent = slop_of(name)
+    if percent == 0:  # the latency estimator turns the scheduler on again
+        off = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_sol_latency_estimator"
+        return dict.fromkeys(off, False)
+    return {} if percent is None else {"xla_gpu_memory_limit_slop_factor": percent}
+
+
+def with_slop(mesh: Mesh, percent: int) -> Mesh:
+    """The mesh with a percentage of memory for the latency hiding scheduler, in place of one that it has."""
     kind, topology = split_topology(mesh.device)
-    return replace(mesh, device=kind + SYNC + ("" if topology is None else f":{topology}"))
+    return replace(mesh, device=f"{split_slop(kind)[0]}{SLOP}{percent}" + ("" if topology is None else f":{topology}"))
 
 
 def builtin_kinds() -> frozenset[str]:
@@ -297,7 +308,7 @@ def builtin_kinds() -> frozenset[str]:
 
 def split_topology(text: str) -> tuple[str, str | None]:
     """`tpu-v5e:4x4:2slices` as `tpu-v5e` and `4x4:2slices`; None where no topology follows."""
-    found = re.fullmatch(r"(.*\.toml(?:\+sync|#[^:]*)?|[^:]*)(?::(.*))?", text, re.DOTALL)
+    found = re.fullmatch(r"(.*\.toml(?:\+slop\d+|#[^:]*)?|[^:]*)(?::(.*))?", text, re.DOTALL)
     return (found[1], found[2]) if found else (text, None)
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cost.machine.device import DeviceError, builtin_kinds, default_placement, load_device, sync_mesh
+from autoshard.cost.machine.device import (
+    DeviceError,
+    builtin_kinds,
+    default_placement,
+    load_device,
+    scheduler_options,
+    slop_of,
+    with_slop,
+)
 from autoshard.mesh import Mesh
 from autoshard.verify.targets import gpu_limits
 
@@ -211,7 +219,9 @@ def test_a_kind_with_its_topology(text: str, name: str, devices: int, islands: l
         ("h100:2x8:2slices", "hosts x GPUs per host"),
         ("cpu:8", "a device of kind cpu has no topology: write cpu, not cpu:8"),
         ("tpu-v9:2x4", "no device kind is called 'tpu-v9'"),
-        ("tpu-v5e+sync:2x4", "tpu-v5e+sync: only XLA's GPU compiler is told not to hide latencies"),
+        ("tpu-v5e+slop30:2x4", "tpu-v5e+slop30: only XLA's GPU compiler has a scheduler with such a limit"),
+        ("h100+slop101:8", "h100+slop101: a percentage of memory is at most 100"),
+        ("h100+slop:8", "no device kind is called 'h100+slop'"),
     ],
 )
 def test_a_topology_that_cannot_be_says_why(text: str, says: str) -> None:
@@ -220,14 +230,18 @@ def test_a_topology_that_cannot_be_says_why(text: str, says: str) -> None:
     assert says in str(error.value)
 
 
-def test_a_gpu_kind_without_latency_hiding() -> None:
-    hiding, device = load_device("h100:8"), load_device("h100+sync:8")
-    assert (device.name, device.kind, device.sync, hiding.sync) == ("h100+sync:1x8", "h100", True, False)
+def test_a_gpu_kind_with_less_memory_for_the_latency_hiding_scheduler() -> None:
+    usual, device = load_device("h100:8"), load_device("h100+slop30:8")
+    assert (device.name, device.kind, device.slop, usual.slop) == ("h100+slop30:1x8", "h100", 30, 95)
     mesh = Mesh((2, 4), device="h100:8")
-    other = sync_mesh(mesh)
-    assert other is not None
-    assert other.device == "h100+sync:8"
-    assert sync_mesh(other) is sync_mesh(Mesh((2, 4), device="tpu-v5e")) is None
+    other = with_slop(mesh, 30)
+    assert other.device == "h100+slop30:8"
+    assert with_slop(other, 10).device == "h100+slop10:8"
+    assert (slop_of(mesh.device), slop_of(other.device)) == (None, 30)
+    assert scheduler_options(mesh.device) == {}
+    assert scheduler_options(other.device) == {"xla_gpu_memory_limit_slop_factor": 30}
+    off = scheduler_options(with_slop(mesh, 0).device)
+    assert off["xla_gpu_enable_latency_hiding_scheduler"] is False
 
 
 def test_a_file_with_a_topology(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from autoshard.cost.compiler.gpu.split_k import Product, split_k
 from autoshard.cost.compiler.gpu.sums import Sums
 from autoshard.cost.compiler.kernels import LOOPS, Fusion, Kernel
 from autoshard.cost.compiler.latency import Pressure, overlapped
-from autoshard.cost.compiler.lowered import COLLECTIVES, SLICE, Array, Lowered, Step, matrices_of
+from autoshard.cost.compiler.lowered import COLLECTIVES, END, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
 from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels
@@ -45,9 +45,9 @@ LIBRARY_CALL = 10e-6
 """Seconds that the latency hiding scheduler assumes for any convolution."""
 SHORTEST_SUM = 2e-6
 """Least seconds that it assumes for a reduction."""
-PREALLOCATED, SCHEDULED, SLOP = 0.75, 0.8, 0.95
-"""Parts of a GPU's memory: a kind's `usable_bytes`; what the latency hiding scheduler counts on, and how much of the
-rest beside arguments and results it fills (`GetSchedulerMemoryLimit`)."""
+PREALLOCATED, SCHEDULED = 0.75, 0.8
+"""Parts of a GPU's memory: a kind's `usable_bytes`, and what the latency hiding scheduler counts on, of which it fills
+`Device.slop` percent beside arguments and results (`GetSchedulerMemoryLimit`)."""
 SPLIT_K_SUM = "sum_of_parts"
 """The reduction after a split-K dot: it fuses as a producer."""
 
@@ -185,7 +185,7 @@ class GpuBackend(Backend):
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
         """See `latency.overlapped`: a collective holds its results from its start and its operands until its done."""
-        if self.device.sync:
+        if not self.device.slop:
             return kernels, order
         moves = [kernel.kind in COLLECTIVES for kernel in kernels]
         takes = [self._seconds(kernel, program) for kernel in kernels]
@@ -202,7 +202,7 @@ class GpuBackend(Backend):
             if ends:
                 kernel = kernels[number]
                 held = kernel.writes if kernel.shares else (*kernel.reads, *kernel.writes)
-                found.append(Kernel((), held, (), "end", kernel.place))
+                found.append(Kernel((), held, (), END, kernel.place))
                 numbers.append(len(found) - 1)
             else:
                 numbers.append(number)
@@ -226,7 +226,7 @@ class GpuBackend(Backend):
         outside = sum(
             size[number] for number, each in enumerate(arrays) if each.maker < 0 or (each.returned and not each.donated)
         )
-        return Pressure(SLOP * (SCHEDULED * memory - outside), reads, makes, size)
+        return Pressure(0.01 * device.slop * (SCHEDULED * memory - outside), reads, makes, size)
 
     def _seconds(self, kernel: Kernel, program: Lowered) -> float:
         """A kernel's seconds as the scheduler estimates (`SolLatencyEstimator`): without launch, except of dots."""

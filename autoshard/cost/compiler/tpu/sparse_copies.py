@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
+from autoshard.cost.compiler.lowered import COLLECTIVES, END, Lowered
 from autoshard.cost.compiler.schedule import Dependencies, dependencies
 from autoshard.cost.machine.device import Device
 from autoshard.cost.machine.figures import figure, table, whole
@@ -42,7 +42,7 @@ RATES = table("sparse_rates")
 
 UNIT = figure("sparse_unit")
 
-FREE = frozenset({"copy", "scatter", "broadcast_in_dim", "iota", "end"})
+FREE = frozenset({"copy", "scatter", "broadcast_in_dim", "iota", END})
 """Kinds of kernels that take no time."""
 
 
