@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import tomllib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import metadata, resources
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from autoshard.cost.machine.device import (
     DeviceError,
     builtin_kinds,
     load_device,
+    scheduler_options,
     split_slop,
     split_topology,
 )
@@ -46,6 +48,7 @@ class Target:
         num_devices: XLA devices over all slices or hosts.
         topology: chips per torus dim of one slice (TPU), or (hosts, GPUs per host); empty for the CPU.
         slices: TPU slices joined by the data-centre network.
+        options: of XLA, for a kind such as `h100+slop30`.
     """
 
     text: str
@@ -54,6 +57,7 @@ class Target:
     num_devices: int
     topology: tuple[int, ...] = ()
     slices: int = 1
+    options: Mapping[str, int | bool] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The canonical text."""
@@ -191,4 +195,5 @@ def _placed(text: str, family: Family) -> Target:
     suffix = device.name.partition(":")[2]
     if family == "gpu":
         suffix = topology or ""
-    return Target(f"{kind}:{suffix}", family, device.kind, device.devices, device.topology, device.slices)
+    found = Target(f"{kind}:{suffix}", family, device.kind, device.devices, device.topology, device.slices)
+    return replace(found, options=scheduler_options(text))

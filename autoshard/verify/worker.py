@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from autoshard.cost.machine.device import scheduler_options
 from autoshard.stablehlo.context import entries_of, functions_of, ops_inside, set_entries
 from autoshard.verify.targets import Target, gpu_limits
 from autoshard.workers import end_with_parent
@@ -166,7 +165,7 @@ def compile_for(
         build.use_shardy_partitioner = False  # the annotations are GSPMD's
         # A result with a sharding keeps it; propagation chooses the others', as it does for torch_xla.
         build.allow_spmd_sharding_propagation_to_output = [not annotated for annotated in results] or [True]
-        options.env_option_overrides = [*scheduler_options(target.text).items()]
+        options.env_option_overrides = [*target.options.items()]
         options.device_assignment = xc.DeviceAssignment.create(np.array([[device.id for device in devices]]))
         start = time.perf_counter()
         device_list = _jax.DeviceList(tuple(devices))

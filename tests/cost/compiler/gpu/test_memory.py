@@ -159,6 +159,13 @@ def test_weights_are_gathered_for_a_second_pass_once_it_may_begin() -> None:
 
 def test_without_latency_hiding_weights_are_gathered_late() -> None:
     arguments = [f32(65536, 1024), *([f32(1024, 4096), f32(4096, 1024)] * 8)]
-    hiding, sync = (compiled(recomputed, arguments, UNDER_FSDP, target) for target in ("h100:8", "h100+sync:8"))
+    hiding, sync = (compiled(recomputed, arguments, UNDER_FSDP, target) for target in ("h100:8", "h100+slop0:8"))
     assert sync.prediction.peak_memory_bytes == pytest.approx(sync.memory_bytes, rel=0.001)
     assert sync.memory_bytes < 0.5 * hiding.memory_bytes
+
+
+def test_with_less_memory_the_scheduler_gathers_fewer_weights_early() -> None:
+    arguments = [f32(65536, 8192), *([f32(8192, 32768), f32(32768, 8192)] * 6)]
+    usual, less = (compiled(recomputed, arguments, UNDER_FSDP[:13], target) for target in ("h100:8", "h100+slop10:8"))
+    assert less.memory_bytes < 0.9 * usual.memory_bytes
+    assert less.prediction.peak_memory_bytes < usual.prediction.peak_memory_bytes
