@@ -62,12 +62,12 @@ def candidate_on(
     memory = problem.memory
     if memory is None:
         return free or problem.candidate(None)
-    free = problem.candidate(None) if free is None else replace(free, memory=memory).rescheduled()
+    free = problem.candidate(None) if free is None else problem.scheduled(replace(free, memory=memory))
     try:
         return within_limit(problem, memory, free)
     except NoPlanError as error:
         refused = error
-    if options.rivals:
+    if options.rivals and not options.refine:
         options.progress("plans by hand")
         bound = None if free.solver is None else free.solver.bound
         if (found := that_fits(graph, mesh, memory, problem.hints, bound)) is not None:
@@ -140,7 +140,11 @@ class OneMesh:
                 pass
             else:
                 found = found if found.time + early <= other.time else other
-        return found.written(self.graph, self.options).rescheduled()
+        return self.scheduled(found.written(self.graph, self.options))
+
+    def scheduled(self, found: Candidate) -> Candidate:
+        """The candidate as it is compiled; what is to be refined is compiled for the target that was asked for."""
+        return found if self.options.refine else found.rescheduled()
 
     def settings(self, limit: float | None) -> Settings:
         """Solver settings; the bound under a tightened limit is not one of the plan asked for."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +15,7 @@ from autoshard.cost.predict import predict, rescheduled
 from autoshard.manual import PLANS, plan_named
 from autoshard.mesh import Mesh
 from autoshard.planning.candidate import SLOPS
+from autoshard.planning.one_mesh import candidate_on
 from autoshard.planning.options import PlanningOptions
 from autoshard.planning.rivals import that_fits
 from autoshard.program import Program
@@ -82,6 +85,14 @@ def test_a_kind_with_a_percentage_keeps_it(program: Program) -> None:
     limit = autoshard.plan_program(program, mesh, memory=None, time_limit=SECONDS).predicted.peak_memory_bytes - 1
     found = autoshard.plan_program(program, mesh, memory=limit, time_limit=SECONDS)
     assert found.mesh == mesh
+
+
+def test_what_is_refined_is_compiled_as_its_target_says(program: Program) -> None:
+    graph = build_graph(program)
+    options = PlanningOptions(memory=None, refine="h100:8", time_limit=SECONDS)
+    usual = candidate_on(graph, MESH, options, SECONDS)
+    limit = candidate_on(graph, with_slop(MESH, LESS), options, SECONDS).prediction.peak_memory_bytes
+    assert candidate_on(graph, MESH, replace(options, memory=limit), SECONDS).mesh == usual.mesh == MESH
 
 
 def test_where_the_solver_finds_none_a_plan_by_hand_may_fit(program: Program) -> None:
