@@ -1,8 +1,7 @@
 """Device kinds: figures from `devices.toml`, or from a user's file in the same format.
 
 A *device* is what XLA counts as one. A device kind may carry its *topology*: `tpu-v5e:4x4:2slices` (chips per torus
-dim, slices), `h100:2x8` (hosts x GPUs per host); `h100+slop30` has options for
-XLA (`scheduler_options`). A
+dim, slices), `h100:2x8` (hosts x GPUs per host); `h100+slop30` has options for XLA (`scheduler_options`). A
 *placement* assigns mesh axes to links (torus, a host's switch, the network between hosts): per axis the name of a link,
 or `nvlink+ib` for an axis whose inner part is on one link and whose outer part is on the other; `layout.py` derives
 coordinates.
