@@ -60,7 +60,9 @@ def predicted(graph, name):
 def test_the_plan_by_hand_that_is_predicted_fastest_is_taken(graph):
     before = chosen(graph, "dp")
     found = or_by_hand(before, graph)
-    times = {name: predicted(graph, name).overlapped_s for name in ("dp", "fsdp", "hsdp", "megatron", "maxtext", "fsdp-tp")}
+    times = {
+        name: predicted(graph, name).overlapped_s for name in ("dp", "fsdp", "hsdp", "megatron", "maxtext", "fsdp-tp")
+    }
     best = min(times, key=times.__getitem__)
     assert best != "dp"
     assert found.solver == replace(SOLVER, overruled=best)
