@@ -84,9 +84,9 @@ class Candidate:
         return self.memory is None or self.prediction.peak_memory_bytes <= self.memory
 
     def rescheduled(self) -> Candidate:
-        """The candidate with as much memory for XLA's latency hiding scheduler on GPUs as fits, by default if it may.
+        """The candidate with the most memory for XLA's latency hiding scheduler with which it fits; else with none.
 
-        Where none fits, it is the one with the least. A kind that has its percentage in its name keeps it.
+        A candidate that fits, one for no GPU, and a kind with its percentage in its name stay as they are.
         """
         if self.fits or load_device(self.mesh.device).target != "gpu" or slop_of(self.mesh.device) is not None:
             return self

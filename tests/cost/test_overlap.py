@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 import autoshard
+from autoshard.cost import overlap
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import END
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.overlap import overlapped
+from autoshard.cost.overlap import as_scheduled, overlapped
 from autoshard.cost.predict import predict
 from autoshard.graph.groups import fusion_groups
 from autoshard.graph.ops import Graph
@@ -55,6 +60,33 @@ def test_weights_are_gathered_ahead(step: Graph) -> None:
     assert seconds(step, sums, [0.5]) == groups + 0.5  # libtpu issues sums in line
     between = [Collective("all-reduce", ("x",), 1, op=products[0])]
     assert seconds(step, between, [0.5]) == groups + 0.5
+
+
+@pytest.mark.parametrize(
+    ("device", "taken", "step"),
+    [
+        ("h100", 0.5, 2 + 0.5 * 20 / 132),  # hidden, but for the multiprocessors that it takes
+        ("h100", 100.0, 101 + 1 * 20 / 132),
+        ("h100+slop0", 0.5, 2.5),
+    ],
+)
+def test_a_sum_is_hidden_by_what_runs_before_its_end(
+    monkeypatch: pytest.MonkeyPatch, device: str, taken: float, step: float
+) -> None:
+    """A kernel, the start of a sum, another kernel, its end."""
+    monkeypatch.setattr(overlap, "collective_seconds", lambda collectives, *_: [taken] * len(collectives))
+    moved = Collective("all-reduce", ("x",), 1, op=0)
+    kernels = [
+        Kernel((0,), (0,), (1,), "add", 0),
+        Kernel((1,), (1,), (2,), "all-reduce", 1),
+        Kernel((0,), (0,), (3,), "add", 2),
+        *([Kernel((), (1, 2), (), END, 3)] if "slop0" not in device else []),
+    ]
+    steps = [SimpleNamespace(collective=None), SimpleNamespace(collective=moved)]
+    program = SimpleNamespace(steps=steps, graph=SimpleNamespace(runs=lambda op: 1))
+    made = SimpleNamespace(program=program, kernels=kernels, collectives=(moved,))
+    found = as_scheduled(made, [1.0, 0.0, 1.0, 0.0][: len(kernels)], Mesh((8,), ("x",)), load_device(device))  # type: ignore[arg-type]
+    assert found == pytest.approx(step)
 
 
 def test_permutes_of_a_windowed_einsum_run_beside_its_product(step: Graph) -> None:
