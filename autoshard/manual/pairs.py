@@ -162,16 +162,21 @@ def _cut(graph: Graph, op: Op, flows: Mapping[Value, _Flow]) -> dict[Value, _Flo
 
 
 def _joined(one: Parts, other: Parts) -> Parts:
-    """The parts of what two values make together: mixed where either is."""
+    """The parts of what two values make together: mixed where either is, and from where neither's extents divide."""
     extents: list[int] = []
+    rest: Parts = ()
     left, right = ([extent for extent, _ in reversed(parts)] for parts in (one, other))
     while left and right:
         a, b = left.pop(), right.pop()
-        extents.append(gcd(a, b))
-        left += [a // extents[-1]] if a > extents[-1] else []
-        right += [b // extents[-1]] if b > extents[-1] else []
+        extent = gcd(a, b)
+        if extent not in (a, b):
+            rest = ((prod(left, start=a), _MIXED),)
+            break
+        extents.append(extent)
+        left += [a // extent] if a > extent else []
+        right += [b // extent] if b > extent else []
     pairs = zip(_divided(one, extents), _divided(other, extents), strict=True)
-    return tuple((extent, _both(a[0][1], b[0][1])) for extent, (a, b) in zip(extents, pairs, strict=True) if a and b)
+    return *((extent, _both(a[0][1], b[0][1])) for extent, (a, b) in zip(extents, pairs, strict=True) if a and b), *rest
 
 
 def _both(one: Makers | None, other: Makers | None) -> Makers | None:

@@ -138,3 +138,20 @@ class Normed(nn.Module):
 def test_names_speak_where_a_norm_mixes_the_features_inside_a_pair():
     assert pairs(forward(Normed().to("meta"), 8, 16, 64)) == {}
     assert found(Normed(), 8, 16, 64) == {"wq": "column", "wk": "column", "wv": "column", "wo": "row"}
+
+
+class TwoGrids(nn.Module):
+    """A feed-forward layer over the sum of two grids of as many cells, neither's sides dividing the other's."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = decoders.linear(6, 64), decoders.linear(64, 6)
+
+    def forward(self, wide, high):
+        return self.down(torch.relu(self.up(wide.flatten(1) + high.flatten(1))))
+
+
+def test_grids_whose_sides_do_not_divide_each_other_are_one_mixed_dim():
+    inputs = torch.empty(8, 2, 3, device="meta"), torch.empty(8, 3, 2, device="meta")
+    graph = build_graph(autoshard.capture(TwoGrids().to("meta"), inputs))
+    assert pairs(graph) == {"up.weight": "column", "down.weight": "row"}
