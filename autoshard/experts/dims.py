@@ -9,27 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.experts.form import FORWARD
+from autoshard.experts.form import FORWARD, Form
 from autoshard.regions.dims import RegionDims, Shape, sizes_of
 
 X, UP = 0, 3
 """Operands whose shardings say how tokens, and experts and hidden features, are split."""
 
 
-def experts_dims(kind: str, operands: Sequence[Shape]) -> RegionDims:
-    """Of an op of this kind with operands of these shapes.
+def experts_dims(kind: str, form: Form, operands: Sequence[Shape]) -> RegionDims:
+    """Of an op of this kind and form with operands of these shapes.
 
     Raises:
         ValueError: the operands are not those of such an op.
     """
-    reads, makes, scatters = ["tm", "tk", "tk", "egfd", "edf"], ["tm"], ["t"]
+    weights = [form.up_dims, form.down_dims, *([form.bias_dims] if biased(kind, len(operands)) else [])]
+    reads, makes, scatters = ["tm", "tk", "tk", *weights], ["tm"], ["t"]
     if kind != FORWARD:
-        makes = ["tm", "tk", "egfd", "edf"]
+        makes = ["tm", "tk", *weights]
         reads, scatters = [*reads, "tm"], ["t", "d", "e", "td", "te"]
     sizes = sizes_of(kind, reads, operands)
     if sizes["m"] != sizes["d"]:
         raise ValueError(f"{kind} of {sizes['m']} features with weights of {sizes['d']}: see autoshard/experts/form.py")
     return RegionDims(tuple(reads), tuple(makes), sizes, "tef", (X, UP), "e", tuple(scatters))
+
+
+def biased(kind: str, operands: int) -> bool:
+    """Whether an op with so many operands has a bias."""
+    return operands == (6 if kind == FORWARD else 7)
+
+
+def up_sizes(form: Form, up: Shape) -> tuple[int, int, int]:
+    """(g, f, d) of weights of this shape."""
+    gates, hidden, features = (up[form.up_dims.index(letter)] for letter in "gfd")
+    return gates, hidden, features
 
 
 def products(kind: str) -> tuple[int, int]:

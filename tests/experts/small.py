@@ -1,13 +1,15 @@
-"""A step of a small Mixtral whose experts are one op, and splits of it."""
+"""A step of a small Mixtral or gpt-oss whose experts are one op, and splits of it."""
 
 from __future__ import annotations
 
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from autoshard import api
-from autoshard.experts.form import FORWARD, GRADIENT, KINDS
+from autoshard.experts.dims import UP, X
+from autoshard.experts.form import GRADIENT, KINDS
 from autoshard.frontends.choose import capture_of, switches_for
+from autoshard.fused import dims_of_attrs
 from autoshard.graph.annotations import Annotations, with_regions
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
@@ -27,6 +29,23 @@ def source(dtype: torch.dtype = torch.float32, implementation: str = "eager", ac
     )  # fmt: skip
     config._experts_implementation = implementation
     model = MixtralForCausalLM._from_config(config, dtype=dtype, attn_implementation="eager")
+    ids = torch.randint(0, 64, (8, TOKENS // 8))
+    return Source(model, {"input_ids": ids, "labels": ids}, None, torch.optim.SGD(model.parameters(), 0.1), True)
+
+
+def gpt_oss(dtype: torch.dtype = torch.float32) -> Source:
+    """One whose experts have biases, transposed weights, interleaved gates, and a gate of their own."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=D, intermediate_size=F, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
+        num_key_value_heads=2, num_local_experts=E, num_experts_per_tok=2, layer_types=["full_attention"] * 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, swiglu_limit=0.5,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    model = GptOssForCausalLM._from_config(config, dtype=dtype, attn_implementation="eager")
+    for name, each in model.named_parameters():
+        if "experts" in name:
+            torch.nn.init.normal_(each, std=0.1)
     ids = torch.randint(0, 64, (8, TOKENS // 8))
     return Source(model, {"input_ids": ids, "labels": ids}, None, torch.optim.SGD(model.parameters(), 0.1), True)
 
@@ -62,17 +81,14 @@ def split(graph: Graph, how: str, device: str) -> api.Plan:
     for op in graph.ops:
         if op.kind not in KINDS:
             continue
-        x, up = op.operands[0], op.operands[3]
-        copies |= {(x, op.aten): (t, ()), (up, op.aten): (e, (), f, ())}
-        sums = (*e, *f)
-        along = {"t": (*t, *sums)} if asked.get("scatter") else {"t": t}
-        feature = t if asked.get("scatter") else ()
-        made = [(along["t"], ())] if op.kind == FORWARD else [
-            (along["t"], ()), (along["t"], ()), (e, (), f, feature), (e, feature, f)
-        ]  # fmt: skip
-        pins |= {Value(op.id, number): spec for number, spec in enumerate(made)}
+        dims = dims_of_attrs(op.kind, op.attrs, [graph.type_of(value).shape for value in op.operands])
+        x, up = op.operands[X], op.operands[UP]
+        copies |= {(x, op.aten): (t, ()), (up, op.aten): dims.tiling(dims.operands[UP], {"e": e, "f": f})}
+        scatter = bool(asked.get("scatter"))
+        made = {"t": (*t, *e, *f) if scatter else t, "e": e, "f": f, "d": t if scatter else ()}
+        pins |= {Value(op.id, number): dims.tiling(letters, made) for number, letters in enumerate(dims.results)}
     assert any(op.kind == GRADIENT for op in graph.ops)
     return written_plan(graph, mesh, Annotations(pins, copies))
 
 
-__all__ = ["SPLITS", "graph_of", "source", "split", "with_regions"]
+__all__ = ["SPLITS", "gpt_oss", "graph_of", "source", "split", "with_regions"]

@@ -4,7 +4,7 @@ import pytest
 
 from autoshard.experts.form import FORWARD, GRADIENT, Form
 from tests.conftest import FRONTENDS
-from tests.experts.small import TOKENS, D, E, F, graph_of, source
+from tests.experts.small import TOKENS, D, E, F, gpt_oss, graph_of, source
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
@@ -31,3 +31,27 @@ def test_a_plan_says_why_experts_are_written_out():
     assert [(module, why) for _, module, why in graph.program.written_out if "experts" in module] == [
         (f"model.layers.{layer}.mlp.experts", "their activation is Tanh") for layer in range(2)
     ]
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_biased_experts_with_their_own_gate_are_one_op_under_checkpoints(frontend):
+    step = gpt_oss()
+    step.model.gradient_checkpointing_enable()
+    graph = graph_of(step, "h100", frontend)
+    found = [op for op in graph.ops if op.kind in (FORWARD, GRADIENT)]
+    assert [op.kind for op in found].count(GRADIENT) == 2
+    shapes = [graph.type_of(value).shape for value in found[0].operands[3:]]
+    assert shapes == [(E, D, F, 2), (E, F, D), (E, F, 2)]
+    made = Form(scale=1.702, limit=0.5, shift=1.0, up_dims="edfg", down_dims="efd")
+    assert {Form.of(op.attrs) for op in found} == {made}
+    assert not any("experts" in module for _, module, _ in graph.program.written_out)
+
+
+def test_a_gate_that_is_not_of_the_form_is_written_out(monkeypatch):
+    step = gpt_oss()
+    experts = type(step.model.model.layers[0].mlp.experts)
+    monkeypatch.setattr(experts, "_apply_gate", lambda self, wide: wide[..., ::2] * wide[..., 1::2].cos())
+    graph = graph_of(step, "h100", "torchax")
+    assert {why for _, module, why in graph.program.written_out if "experts" in module} == {
+        "their gate is the model's own"
+    }

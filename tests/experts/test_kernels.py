@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from transformers import MixtralConfig
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from autoshard.experts.form import Form
@@ -12,39 +13,53 @@ from autoshard.experts.kernels import experts, gradient
 T, K, E, D, F = 24, 2, 4, 8, 16
 
 
-@pytest.fixture(scope="module")
-def reference():
+MIXTRAL = Form(), MixtralConfig, MixtralExperts
+GPT_OSS = Form(scale=1.702, limit=7.0, shift=1.0, up_dims="edfg", down_dims="efd"), GptOssConfig, GptOssExperts
+
+
+@pytest.fixture(scope="module", params=[MIXTRAL, GPT_OSS], ids=["mixtral", "gpt-oss"])
+def reference(request):
+    """Form, operands, gradient, and what transformers makes of them; gpt-oss without the biases of `down`."""
     torch.manual_seed(0)
-    config = MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)
+    form, config_class, layer_class = request.param
+    config = config_class(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K)
     config._experts_implementation = "eager"
-    layer = MixtralExperts(config)
-    for each in layer.parameters():
-        torch.nn.init.normal_(each)
+    layer = layer_class(config)
+    for name, each in layer.named_parameters():
+        (torch.nn.init.zeros_ if name == "down_proj_bias" else torch.nn.init.normal_)(each)
     x, weights = torch.randn(T, D, requires_grad=True), torch.rand(T, K, requires_grad=True)
     ids = torch.rand(T, E - 1).topk(K).indices  # the last expert has no token
     grad = torch.randn(T, D)
     y = layer(x, ids, weights)
-    made = torch.autograd.grad(y, [x, weights, layer.gate_up_proj, layer.down_proj], grad)
-    up = layer.gate_up_proj.reshape(E, 2, F, D)
-    given = [each.detach().numpy() for each in (x, ids.int(), weights, up, layer.down_proj, grad)]
-    made = [each.numpy() for each in made]
-    made[2] = made[2].reshape(up.shape)
-    return given, [y.detach().numpy(), *made]
+    of_layer = [layer.gate_up_proj, layer.down_proj]
+    of_layer += [layer.gate_up_proj_bias] if form.limit else []
+    made = [each.numpy() for each in torch.autograd.grad(y, [x, weights, *of_layer], grad)]
+    given = [each.detach().numpy() for each in (x, ids.int(), weights, *of_layer)]
+    sizes = {"e": E, "g": 2, "f": F, "d": D}
+    for side, up in ((given, 3), (made, 2)):
+        for place, letters in ((up, form.up_dims), (up + 2, form.bias_dims)):
+            if place < len(side):
+                side[place] = side[place].reshape([sizes[letter] for letter in letters])
+    return form, given, grad.numpy(), [y.detach().numpy(), *made]
 
 
 @pytest.mark.parametrize(("t", "e", "f"), [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)])
 def test_parts_add_up_to_transformers(reference, t, e, f):
-    (x, ids, weights, up, down, grad), expected = reference
+    form, given, grad, expected = reference
+    letters = ["tm", "tk", "tk", form.up_dims, form.down_dims, form.bias_dims][: len(given)]
     found = [np.zeros_like(each) for each in expected]
     for i, j, h in np.ndindex(t, e, f):
-        rows = slice(i * T // t, (i + 1) * T // t)
-        own = slice(j * E // e, (j + 1) * E // e)
-        hidden = slice(h * F // f, (h + 1) * F // f)
-        part = (x[rows], ids[rows], weights[rows], up[own, :, hidden], down[own, :, hidden])
-        found[0][rows] += experts(Form(), "cpu", *part, own.start)
-        made = gradient(Form(), "cpu", part, grad[rows], own.start)
-        places = (rows, rows, (own, slice(None), hidden), (own, slice(None), hidden))
-        for whole, place, each in zip(found[1:], places, made, strict=True):
+        own = {
+            "t": slice(i * T // t, (i + 1) * T // t),
+            "e": slice(j * E // e, (j + 1) * E // e),
+            "f": slice(h * F // f, (h + 1) * F // f),
+        }
+        places = [tuple(own.get(letter, slice(None)) for letter in each) for each in letters]
+        part = [each[place] for each, place in zip(given, places, strict=True)]
+        rows, first = own["t"], own["e"].start
+        found[0][rows] += experts(form, "cpu", part, first)
+        made = gradient(form, "cpu", part, grad[rows], first)
+        for whole, place, each in zip(found[1:], [places[0], *places[2:]], made, strict=True):
             whole[place] += each
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)

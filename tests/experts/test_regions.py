@@ -15,26 +15,29 @@ from autoshard.stablehlo.annotate import annotate
 from autoshard.verify.check import compare_compiled, verify_plan
 from autoshard.verify.targets import parse_target
 from tests.conftest import of_torch_xla
-from tests.experts.small import SPLITS, graph_of, source, split
+from tests.experts.small import SPLITS, gpt_oss, graph_of, source, split
 
 
 @of_torch_xla
-@pytest.mark.parametrize("how", ["experts, scattered", "experts and features"])
-def test_numbers_are_those_of_pytorch(how):
-    step = source()
+@pytest.mark.parametrize(("made", "how"), [
+    (source, "experts, scattered"), (source, "experts and features"),
+    (gpt_oss, "experts, scattered"), (gpt_oss, "features"),
+])  # fmt: skip
+def test_numbers_are_those_of_pytorch(made, how):
+    step = made()
     plan = split(graph_of(step, "tpu-v5e"), how, "tpu-v5e")
     report = verify_plan(loads(dumps(plan)), step, "cpu:8", run=True)
     assert report.run is not None
     assert report.run.equal, str(report.run)
 
 
-@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize(("made", "how"), [*((source, how) for how in SPLITS), (gpt_oss, "experts and features")])
 @pytest.mark.parametrize(("device", "target", "kernel"), [
     ("tpu-v5e", "tpu-v5e:2x4", 'custom_call_target="tpu_custom_call"'),
     ("h100", "h100:8", 'custom_call_target="__gpu$xla.gpu.triton"'),
 ])  # fmt: skip
-def test_each_device_runs_grouped_products_of_its_part(how, device, target, kernel):
-    graph = graph_of(source(torch.bfloat16), device, "torchax")
+def test_each_device_runs_grouped_products_of_its_part(made, how, device, target, kernel):
+    graph = graph_of(made(torch.bfloat16), device, "torchax")
     plan = split(graph, how, device)
     chosen, annotations = parse_target(target), annotations_of(plan, graph)
     module = annotate(graph.program, graph, annotations, plan.mesh, platform=chosen.family)

@@ -6,13 +6,15 @@ Rows are one per token and choice, of all experts: where experts are split, most
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.experts.dims import products
-from autoshard.experts.form import FORWARD
+from autoshard.experts.dims import UP, biased, products, up_sizes
+from autoshard.experts.form import FORWARD, Form
 
 Shape = tuple[int, ...]
+IDS = 1
+"""Operand of the experts' numbers."""
 
 
 @dataclass(frozen=True)
@@ -45,52 +47,57 @@ class Stages:
     share: float
 
 
-def stages(kind: str, ids: Shape, up: Shape, *, apart: bool) -> Stages:
-    """The kernels of an op whose local operands have these shapes.
+def stages(kind: str, form: Form, shapes: Sequence[Shape], *, apart: bool) -> Stages:
+    """The kernels of an op.
 
     Args:
+        shapes: of the local operands.
         apart: whether rows are put in the order of tokens before they are summed, and gradients of gates made before
             they are concatenated (TPU).
     """
-    rows, (_, gates, hidden, features) = ids[0] * ids[1], up
-    shapes = {"rows": features, "grads": features, "made": features, "back": features, "slope": hidden}
-    shapes |= {"wide": gates * hidden, "of_wide": gates * hidden, "inner": hidden, "scaled": hidden, "of_weights": 1}
-    shapes |= {f"gate{number}": hidden for number in range(gates)}
-    operands: tuple[str, ...] = ("x", "ids", "weights", "up", "down")
+    rows = math.prod(shapes[IDS])
+    gates, hidden, features = up_sizes(form, shapes[UP])
+    has_bias = biased(kind, len(shapes))
+    widths = {"rows": features, "grads": features, "made": features, "back": features, "slope": hidden}
+    widths |= {"wide": gates * hidden, "of_wide": gates * hidden, "inner": hidden, "scaled": hidden, "of_weights": 1}
+    widths |= {f"gate{number}": hidden for number in range(gates)}
+    operands: tuple[str, ...] = ("x", "ids", "weights", "up", "down", *(["bias"] if has_bias else []))
     results: tuple[str, ...] = ("y",)
+    wide = "wide bias ids" if has_bias else "wide"
     if kind == FORWARD:
         found = [
-            _stage("x ids", "rows"), _stage("rows up", "wide", gates), _stage("wide", "inner"),
+            _stage("x ids", "rows"), _stage("rows up", "wide", gates), _stage(wide, "inner"),
             _stage("inner down", "made", 1), *_summed("made", "weights ids", "y", apart),
         ]  # fmt: skip
     else:
-        operands, results = (*operands, "grad"), ("dx", "dweights", "dup", "ddown")
+        operands = (*operands, "grad")
+        results = ("dx", "dweights", "dup", "ddown", *(["dbias"] if has_bias else []))
         gate = " ".join(f"gate{number}" for number in range(gates))
         found = [
             _stage("x ids", "rows"), _stage("grad ids", "grads"),
             _stage("rows up", "wide", gates), _stage("grads down", "slope", 1),
             *((
-                _stage("wide slope", "of_weights"), _stage("wide slope weights", f"{gate} scaled"),
+                _stage(f"{wide} slope", "of_weights"), _stage(f"{wide} slope weights", f"{gate} scaled"),
                 _stage(gate, "of_wide"),
             ) if apart else (
-                _stage("wide", "inner"), _stage("slope inner weights", "of_weights scaled"),
-                _stage("wide slope weights", "of_wide"),
+                _stage(wide, "inner"), _stage("slope inner weights", "of_weights scaled"),
+                _stage(f"{wide} slope weights", "of_wide"),
             )),
             _stage("of_wide up", "made", gates), _stage("of_wide rows", "dup", gates),
             _stage("grads scaled", "ddown", 1), *_summed("made", "ids", "dx", apart),
-            _stage("of_weights ids", "dweights"),
+            _stage("of_weights ids", "dweights"), *([_stage("of_wide ids", "dbias")] if has_bias else []),
         ]  # fmt: skip
     used = {name for stage in found for name in stage.writes} - set(results)
     of_up, of_down = products(kind)
     return Stages(
-        operands, results, tuple(found), {name: (rows, shapes[name]) for name in sorted(used)},
+        operands, results, tuple(found), {name: (rows, widths[name]) for name in sorted(used)},
         1 / (of_up * gates + of_down),
     )  # fmt: skip
 
 
-def between_elements(kind: str, ids: Shape, up: Shape, *, apart: bool) -> int:
+def between_elements(kind: str, form: Form, shapes: Sequence[Shape], *, apart: bool) -> int:
     """Most elements of arrays in between that are live at once."""
-    found = stages(kind, ids, up, apart=apart)
+    found = stages(kind, form, shapes, apart=apart)
     live = {
         name: [n for n, each in enumerate(found.stages) if name in each.reads + each.writes] for name in found.between
     }

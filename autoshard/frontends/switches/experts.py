@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.experts.form import Form
 from autoshard.frontends.switches import dots
@@ -20,12 +24,21 @@ from autoshard.frontends.tracing import experts as one_op
 from autoshard.frontends.tracing.device import is_xla
 
 _REPLACED = ("eager", "grouped_mm", "batched_mm")
+_PROBED = 256
+"""Hidden features with which a gate is recognised."""
 _ACTIVATIONS = {
     "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "ReLU": "relu",
     "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
     "ReLUSquaredActivation": "relu2",
 }  # fmt: skip
 """Class of a module -> activation."""
+_TORCH: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "silu": lambda x, scale: x * torch.sigmoid(scale * x),
+    "gelu": lambda x, _: functional.gelu(x),
+    "gelu_tanh": lambda x, _: functional.gelu(x, approximate="tanh"),
+    "relu": lambda x, _: functional.relu(x),
+    "relu2": lambda x, _: functional.relu(x).square(),
+}
 
 
 @contextlib.contextmanager
@@ -46,11 +59,11 @@ def experts_traced(*, as_one_op: bool) -> Iterator[None]:
         def experts(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             if not is_xla(x):
                 return before(module, x, ids, weights)
-            why = _why_written_out(module, x, library)
-            if as_one_op and not why:
-                return _as_one_op(module, x, ids, weights)
+            form = _form(module, x, library)
+            if as_one_op and isinstance(form, Form):
+                return _as_one_op(module, form, x, ids, weights)
             if as_one_op:
-                note(EXPERTS, why)
+                note(EXPERTS, str(form))
             made: torch.Tensor = library.batched_mm_experts_forward(module, x, ids, weights)
             return made
 
@@ -71,25 +84,66 @@ def experts_traced(*, as_one_op: bool) -> Iterator[None]:
         own.update(saved)
 
 
-def _as_one_op(module: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    up = module.gate_up_proj if module.has_gate else module.up_proj
-    x, up, down = dots.same_dtype(x, up, module.down_proj)
+def _as_one_op(module: Any, form: Form, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    names = ("gate_up_proj", "down_proj") if module.has_gate else ("up_proj", "down_proj")
+    biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
+    x, up, down, *biases = dots.same_dtype(x, *(getattr(module, name) for name in names), *biases)
     gates = 2 if module.has_gate else 1
-    up = up.reshape(up.shape[0], gates, up.shape[1] // gates, up.shape[2])
-    return one_op.experts(x, ids, weights, up, down, Form(_ACTIVATIONS[type(module.act_fn).__name__]))
+    at = form.up_dims.replace("g", "").index("f")
+    shape = (gates, -1) if form.up_dims.index("g") < form.up_dims.index("f") else (-1, gates)
+    bias = biases[0].unflatten(1, shape) if biases else None
+    made = one_op.experts(x, ids, weights, up.unflatten(at, shape), down, bias, form)
+    if not biases:
+        return made
+    chosen = ids[..., None] == torch.arange(up.shape[0], device=ids.device)
+    return made + (chosen.to(weights.dtype) * weights[..., None]).sum(1).to(x.dtype) @ biases[1]
 
 
-def _why_written_out(module: Any, x: torch.Tensor, library: Any) -> str:
-    """Why experts have not the form of the op; empty if they do."""
-    activation = type(getattr(module, "act_fn", None)).__name__
-    gate = getattr(type(module), "_apply_gate", None)
+def _form(module: Any, x: torch.Tensor, library: Any) -> Form | str:
+    """What a module's experts compute, or why that has not the form of the op."""
+    kind = type(getattr(module, "act_fn", None)).__name__
+    own_gate = getattr(type(module), "_apply_gate", None) is not library._default_apply_gate
+    activation = _ACTIVATIONS.get(kind, "silu" if own_gate else "")
     reasons = {
-        "their weights have biases": module.has_bias,
-        "their weights are stored transposed": module.is_transposed,
-        "gates and features are interleaved": module.has_gate and not module.is_concatenated,
-        "their gate is the model's own": module.has_gate and gate is not library._default_apply_gate,
         "a norm follows each expert": module.has_post_expert_norm,
-        f"their activation is {activation}": activation not in _ACTIVATIONS,
+        f"their activation is {kind}": not activation,
         f"tokens have {x.dim()} dims, not 2": x.dim() != 2,
     }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if why := next((reason for reason, holds in reasons.items() if holds), ""):
+        return why
+    at, down = ("edgf", "efd") if module.is_transposed else ("egfd", "edf")
+    interleaved = module.has_gate and not module.is_concatenated
+    if interleaved and not module.is_transposed:
+        return "gates and features are interleaved, and not transposed"
+    form = Form(activation, up_dims="edfg" if interleaved else at, down_dims=down)
+    if not module.has_gate or not own_gate:
+        return form
+    limits = [None, *_numbers(module, "limit", "swiglu_limit")]
+    scales = [1.0, *(_numbers(module, "alpha", "swiglu_alpha") if activation == "silu" else [])]
+    forms = [
+        replace(form, limit=limit, scale=scale, shift=shift)
+        for limit, scale, shift in product(limits, scales, (0.0, 1.0))
+    ]
+    return next((each for each in forms if _is_gate(module, each)), "their gate is the model's own")
+
+
+def _numbers(module: Any, *names: str) -> list[float]:
+    found = [getattr(module, name, None) for name in names]
+    return [float(each) for each in found if isinstance(each, int | float)]
+
+
+def _is_gate(module: Any, form: Form) -> bool:
+    """Whether a module's own gate computes this form's, on values on both sides of its limit."""
+    most = 4.0 if form.limit is None else 2 * form.limit
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        gate = torch.linspace(-most, most, _PROBED)
+        linear = gate[torch.arange(_PROBED) * 37 % _PROBED]
+        wide = torch.stack((gate, linear), -1 if form.up_dims.endswith("g") else 0).reshape(1, -1)
+        try:
+            found = module._apply_gate(wide)
+        except Exception:  # it wants more than the products
+            return False
+        if form.limit is not None:
+            gate, linear = gate.clamp(max=form.limit), linear.clamp(-form.limit, form.limit)
+        made = _TORCH[form.activation](gate, form.scale) * (linear + form.shift)
+        return found.shape == (1, _PROBED) and bool(torch.allclose(found[0], made, 1e-4, 1e-4))

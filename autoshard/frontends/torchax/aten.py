@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 
 from autoshard.attention.form import FORWARD, GRADIENT, Form
-from autoshard.experts.form import Form as Experts
 from autoshard.frontends.tracing.ops import dot_dims
 
 Types = tuple[jax.ShapeDtypeStruct, ...]
@@ -599,9 +598,9 @@ def _call(kind: str, out: Types, config: str, operands: Sequence[Any]) -> Any:
 
 @lowers("autoshard::experts")
 def _experts(out: Types, *given: Any) -> Any:
-    return _call("experts", out, Experts(given[-1]).text(), given[:-1])
+    return _call("experts", out, given[-1], [each for each in given[:-1] if each is not None])
 
 
 @lowers("autoshard::experts_grad")
 def _experts_grad(out: Types, *given: Any) -> Any:
-    return _call("experts_grad", out, Experts(given[-1]).text(), given[:-1])
+    return _call("experts_grad", out, given[-1], [each for each in given[:-1] if each is not None])
