@@ -78,7 +78,7 @@ class Array:
         strips: positions per strip of an activation after space-to-batch on TPU
             (`cost/compiler/tpu/strip_widths.py`); 0 without it.
         tiles: of an operand of a TPU's convolution, its layout's tiles; of all others 0.
-        numbers: elements without padding, where the shape is unknown; else 0.
+        logical: shape of an operand of a TPU's convolution, whose layout has another; of all others None.
     """
 
     shape: tuple[int, ...] | None
@@ -90,14 +90,13 @@ class Array:
     donated: bool = False
     strips: int = 0
     tiles: int = 0
-    numbers: int = 0
+    logical: tuple[int, ...] | None = None
 
     @property
     def elements(self) -> int:
         """Number of elements."""
-        if self.shape is not None:
-            return math.prod(self.shape)
-        return self.numbers or self.bytes // dtype_bytes(self.dtype)
+        shape = self.logical if self.shape is None else self.shape
+        return self.bytes // dtype_bytes(self.dtype) if shape is None else math.prod(shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -463,8 +462,7 @@ class _Lowering:
         if term is not None:
             order = op.attrs["permutation"] if op.kind == "transpose" else range(len(term))
             made.shape = tuple(term[dim] for dim in order) if len(order) == len(term) else None  # reshaped
-            made.numbers = math.prod(term)
-            made.bytes = made.numbers * dtype_bytes(made.dtype)
+            made.bytes = math.prod(term) * dtype_bytes(made.dtype)
 
     def _name(self, op: Op, results: Sequence[Value]) -> None:
         """Set the keys of constant expressions: a number, or an op on constant expressions."""

@@ -190,7 +190,7 @@ class CoarseTpuBackend(Backend):
                     found.tiles = tiles(shape) if free else convolution_tiles(shape, lying[array])
                     if rounded.is_kept_narrow(array):
                         found.dtype, found.bytes = "bf16", found.bytes // 2
-                    found.numbers, found.shape = found.elements, None
+                    found.logical, found.shape = found.shape, None
                     continue
                 if self._cut_up(array, program):
                     found.bytes = found.bytes * row_major(found.shape or ()) // found.elements

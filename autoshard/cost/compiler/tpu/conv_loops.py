@@ -40,7 +40,8 @@ def adds_up(program: Lowered, step: Step) -> bool:
     if permute is None:
         return False
     op = program.graph.ops[step.op]
-    whole, part = program.graph.type_of(op.operands[1]).shape, program.arrays[permute.reads[0]].shape
+    moved = program.arrays[permute.reads[0]]
+    whole, part = program.graph.type_of(op.operands[1]).shape, moved.logical if moved.shape is None else moved.shape
     within = op.attrs["rhs"][1]
     return part is not None and len(part) == len(whole) and part[within] < whole[within]
 
@@ -48,8 +49,8 @@ def adds_up(program: Lowered, step: Step) -> bool:
 def turns(program: Lowered, step: Step) -> int:
     """How many shards of its kernel a convolution works through, one after another; 1 if it is no windowed einsum."""
     permute = ring(program, step)
-    part = math.prod(() if permute is None else program.arrays[permute.reads[0]].shape or ())
-    if permute is None or not part:
+    part = 0 if permute is None else program.arrays[permute.reads[0]].elements
+    if not part:
         return 1
     return math.prod(program.graph.type_of(program.graph.ops[step.op].operands[1]).shape) // part
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+import autoshard
+from autoshard import manual
 from autoshard.cost.machine.collectives import coefficients
 from autoshard.cost.machine.compute import taps_on_input
 from autoshard.cost.machine.device import load_device
@@ -266,3 +270,15 @@ def test_a_net_with_a_kernel_of_one_tap_is_planned():
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
     assert plan.solver.gap == 0
+
+
+def test_a_ring_of_a_kernel_with_a_layout_of_its_own_has_a_turn_per_shard():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(1280, 1280, 3, padding=1), nn.SiLU(), nn.Conv2d(1280, 1280, 3, padding=1))
+        model, images = model.to(torch.bfloat16), torch.zeros(16, 1280, 32, 32, dtype=torch.bfloat16)
+    loss = {"loss_fn": lambda made: made.float().square().mean(), "optimizer": torch.optim.AdamW(model.parameters())}
+    graph = build_graph(autoshard.capture(model, images, **loss))
+    found = predict(graph, manual.PLANS["fsdp"](graph, MESH), MESH)
+    longest = sorted((seconds for _, seconds in found.kernel_s), reverse=True)
+    work = 2 * 16 * 32 * 32 * 1280 * 1280 * 9 / MESH.size / load_device("tpu-v5e").peak_flops("bf16")
+    assert longest[0] < 4 * work
