@@ -47,7 +47,7 @@ def dims_of(kind: str, form: Form, operands: Sequence[Sequence[int]]) -> RegionD
 @lru_cache(maxsize=4096)
 def _dims(kind: str, form: Form, operands: tuple[tuple[int, ...], ...]) -> RegionDims:
     if isinstance(form, experts_form.Form):
-        return experts_dims(kind, form, operands)
+        return experts_dims(kind, operands)
     return attention_dims(kind, form, operands)
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.experts.form import FORWARD, Form
+from autoshard.experts.form import FORWARD
 from autoshard.regions.dims import RegionDims, Shape, sizes_of
 
 X, UP = 0, 3
 """Operands whose shardings say how tokens, and experts and hidden features, are split."""
 
 
-def experts_dims(kind: str, form: Form, operands: Sequence[Shape]) -> RegionDims:
-    """Of an op of this kind and form with operands of these shapes.
+def experts_dims(kind: str, operands: Sequence[Shape]) -> RegionDims:
+    """Of an op of this kind with operands of these shapes.
 
     Raises:
         ValueError: the operands are not those of such an op.
     """
-    weights = [form.up_dims, form.down_dims, *([form.bias_dims] if biased(kind, len(operands)) else [])]
+    weights = ["egfd", "edf", *(["egf"] if biased(kind, len(operands)) else [])]
     reads, makes, scatters = ["tm", "tk", "tk", *weights], ["tm"], ["t"]
     if kind != FORWARD:
         makes = ["tm", "tk", *weights]
@@ -36,12 +36,6 @@ def experts_dims(kind: str, form: Form, operands: Sequence[Shape]) -> RegionDims
 def biased(kind: str, operands: int) -> bool:
     """Whether an op with so many operands has a bias."""
     return operands == (6 if kind == FORWARD else 7)
-
-
-def up_sizes(form: Form, up: Shape) -> tuple[int, int, int]:
-    """(g, f, d) of weights of this shape."""
-    gates, hidden, features = (up[form.up_dims.index(letter)] for letter in "gfd")
-    return gates, hidden, features
 
 
 def products(kind: str) -> tuple[int, int]:

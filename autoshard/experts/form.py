@@ -3,9 +3,8 @@
 `experts(x, ids, weights, up, down) -> y`, with t tokens, k experts a token, e experts, d features and f hidden ones:
 
 - `x` and `y` are `(t, d)`, `ids` is int32 `(t, k)`, `weights` (of the router) is `(t, k)`;
-- `up` is `(e, g, f, d)`, with g = 2 (gate, then up) or 1 where there is no gate; `down` is `(e, d, f)`: or their dims
-  in another order, as `Form` says;
-- a sixth operand is the bias of `up`, without d.
+- `up` is `(e, g, f, d)`, with g = 2 (gate, then up) or 1 where there is no gate; `down` is `(e, d, f)`;
+- a sixth operand is the bias of `up`, `(e, g, f)`.
 
 `experts_grad(x, ids, weights, up, down, [bias,] grad) -> (dx, dweights, dup, ddown[, dbias])`.
 """
@@ -23,8 +22,6 @@ KINDS = frozenset({FORWARD, GRADIENT})
 ONE_OP = f"autoshard.{FORWARD}.default"
 """Name of its torch op in `Program.ops`."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-UP_DIMS, DOWN_DIMS = ("egfd", "edgf", "edfg"), ("edf", "efd")
-"""Orders of the weights' dims. Transposed weights have d second; interleaved gates are `edfg`."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +32,20 @@ class Form(BaseForm):
         activation: one of `ACTIVATIONS`.
         scale: silu is `gate * sigmoid(scale * gate)`.
         limit: most of the gate and of the linear half, whose least is its negative; None: no limits.
-        up_dims, down_dims: of the weights.
     """
 
     activation: str = "silu"
     scale: float = 1.0
     limit: float | None = None
     shift: float = 0.0
-    up_dims: str = UP_DIMS[0]
-    down_dims: str = DOWN_DIMS[0]
 
     def __post_init__(self) -> None:
-        """Refuse what is none of the names above."""
-        for name, known in (("activation", ACTIVATIONS), ("up_dims", UP_DIMS), ("down_dims", DOWN_DIMS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} of experts: one of {', '.join(known)} is needed")
+        """Refuse an unknown activation."""
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {self.activation!r} of experts: one of {', '.join(ACTIVATIONS)} is needed")
 
     def text(self) -> str:
         """As the custom call's `backend_config`: the activation, and what is not as by default."""
         named = {each.name: getattr(self, each.name) for each in fields(self)}
         changed = {each.name for each in fields(self) if named[each.name] != each.default}
         return json.dumps({name: named[name] for name in sorted({"activation", *changed})})
-
-    @property
-    def bias_dims(self) -> str:
-        """The dims of the bias of `up`."""
-        return self.up_dims.replace("d", "")

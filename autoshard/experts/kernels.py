@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.experts import grouped
-from autoshard.experts.dims import UP, up_sizes
+from autoshard.experts.dims import UP
 from autoshard.experts.form import FORWARD, Form
 from autoshard.program import TensorType
 from autoshard.regions.kernel import Kernel, Platform, stablehlo_of
@@ -100,11 +100,13 @@ class _Sorted:
         """Of each row; one behind the last for rows of other devices."""
         return self._here[self.order]
 
-    def of_group(self, vectors: Any) -> Any:
-        """`(e, n)` -> `(t * k, n)`, each row's own; any for rows of other devices."""
+    def biased(self, rows: Any, bias: Any = None) -> Any:
+        """Rows `(t * k, n)` with the bias of their expert, of `(e, ...)` with n elements each; as they are without."""
         import jax.numpy as jnp
 
-        return vectors[jnp.minimum(self.group, vectors.shape[0] - 1)]
+        if bias is None:
+            return rows
+        return rows + bias.reshape(bias.shape[0], -1)[jnp.minimum(self.group, bias.shape[0] - 1)]
 
     def summed(self, rows: Any) -> Any:
         """`(t * k, n)` -> `(e, n)`, in float32."""
@@ -116,45 +118,6 @@ class _Sorted:
         return jnp.einsum(
             "re,rn->en", one_hot.astype(rows.dtype), own, precision="highest", preferred_element_type=jnp.float32
         )
-
-
-class _Up:
-    """The products of a form's `up`, and of its gradient."""
-
-    def __init__(self, form: Form, platform: Platform, by_expert: _Sorted, up: Any, bias: Any = None) -> None:
-        self.form, self.platform, self.by_expert, self.bias = form, platform, by_expert, bias
-        self.gates, self.hidden, features = up_sizes(form, up.shape)
-        self.across = form.up_dims[1] == "d"
-        shape = (features, self.gates * self.hidden) if self.across else (self.gates * self.hidden, features)
-        self.flat, self.shape = up.reshape(up.shape[0], *shape), up.shape
-
-    def halves(self, rows: Any) -> list[Any]:
-        """`(rows, d)` -> per gate `(rows, f)`."""
-        import jax.numpy as jnp
-
-        wide = grouped.product(rows, self.flat, self.by_expert.sizes, self.platform, across=self.across)
-        if self.bias is not None:
-            wide += self.by_expert.of_group(self.bias.reshape(self.bias.shape[0], -1))
-        if self.form.up_dims[-1] == "g":
-            return [wide[:, gate :: self.gates] for gate in range(self.gates)]
-        return jnp.split(wide, self.gates, 1)
-
-    def wide(self, halves: Sequence[Any]) -> Any:
-        """The gates' gradients as one, in the order of `up`."""
-        import jax.numpy as jnp
-
-        if self.form.up_dims[-1] == "g":
-            return jnp.stack(halves, -1).reshape(halves[0].shape[0], -1)
-        return jnp.concatenate(halves, 1)
-
-    def back(self, of_wide: Any) -> Any:
-        """The gradient of rows."""
-        return grouped.product(of_wide, self.flat, self.by_expert.sizes, self.platform, across=not self.across)
-
-    def outer(self, of_wide: Any, rows: Any) -> Any:
-        """The gradient of `up`."""
-        pair = (rows, of_wide) if self.across else (of_wide, rows)
-        return grouped.outer(*pair, self.by_expert.sizes, self.platform).reshape(self.shape)
 
 
 def experts(form: Form, platform: Platform, operands: Sequence[Any], first: Any = 0) -> Any:
@@ -169,10 +132,11 @@ def experts(form: Form, platform: Platform, operands: Sequence[Any], first: Any 
     import jax.numpy as jnp
 
     x, ids, weights, up, down, *bias = operands
-    by_expert = _Sorted(ids, up.shape[0], first)
-    inner = _gated(form, *_Up(form, platform, by_expert, up, *bias).halves(by_expert.rows(x)))
-    across = form.down_dims == "efd"
-    made = by_expert.returned(grouped.product(inner, down, by_expert.sizes, platform, across=across))
+    count, gates, _, features = up.shape
+    by_expert = _Sorted(ids, count, first)
+    wide = grouped.product(by_expert.rows(x), up.reshape(count, -1, features), by_expert.sizes, platform)
+    inner = _gated(form, *jnp.split(by_expert.biased(wide, *bias), gates, 1))
+    made = by_expert.returned(grouped.product(inner, down, by_expert.sizes, platform))
     return jnp.einsum("tkd,tk->td", made, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -186,20 +150,22 @@ def gradient(form: Form, platform: Platform, operands: Sequence[Any], grad: Any,
 
     x, ids, weights, up, down, *bias = operands
     x, grad = jax.lax.optimization_barrier((x, grad))  # else XLA would keep the forward pass's hidden features instead
-    by_expert = _Sorted(ids, up.shape[0], first)
-    of_up = _Up(form, platform, by_expert, up, *bias)
-    across = form.down_dims == "efd"
+    count, gates, _, features = up.shape
+    flat = up.reshape(count, -1, features)
+    by_expert = _Sorted(ids, count, first)
     rows, back = by_expert.rows(x), by_expert.rows(grad)
-    inner, gated_back = jax.vjp(partial(_gated, form), *of_up.halves(rows))
-    slope = grouped.product(back, down, by_expert.sizes, platform, across=not across)
+    wide = by_expert.biased(grouped.product(rows, flat, by_expert.sizes, platform), *bias)
+    inner, gated_back = jax.vjp(partial(_gated, form), *jnp.split(wide, gates, 1))
+    slope = grouped.product(back, down, by_expert.sizes, platform, across=True)
     of_weights = (inner.astype(jnp.float32) * slope).sum(1, keepdims=True)
     weight = weights.reshape(-1)[by_expert.order][:, None]
-    of_wide = of_up.wide(gated_back((slope * weight).astype(inner.dtype)))
-    scaled = (inner * weight).astype(inner.dtype)
-    of_down = grouped.outer(*((scaled, back) if across else (back, scaled)), by_expert.sizes, platform)
-    of_x = by_expert.returned(of_up.back(of_wide)).sum(1, dtype=jnp.float32).astype(x.dtype)
+    of_wide = jnp.concatenate(gated_back((slope * weight).astype(inner.dtype)), 1)
+    of_rows = grouped.product(of_wide, flat, by_expert.sizes, platform, across=True)
+    of_up = grouped.outer(of_wide, rows, by_expert.sizes, platform).reshape(up.shape)
+    of_down = grouped.outer(back, (inner * weight).astype(inner.dtype), by_expert.sizes, platform)
+    of_x = by_expert.returned(of_rows).sum(1, dtype=jnp.float32).astype(x.dtype)
     of_routing = by_expert.returned(of_weights)[..., 0].astype(weights.dtype)
-    made: tuple[Any, ...] = (of_x, of_routing, of_up.outer(of_wide, rows), of_down)
+    made: tuple[Any, ...] = (of_x, of_routing, of_up, of_down)
     made += tuple(by_expert.summed(of_wide).reshape(each.shape).astype(each.dtype) for each in bias)
     if platform == "gpu":  # else XLA:GPU puts the weights' gradients off, and keeps what they read of every layer
         made = jax.lax.optimization_barrier(made)

@@ -29,7 +29,6 @@ from autoshard.cost.partitioner.reshard.price import reshard_matrix
 from autoshard.cost.partitioner.tiling import Subaxes
 from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.experts.form import KINDS as EXPERTS
-from autoshard.experts.form import Form as Experts
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import BARRIER, Group, Groups, fusion_groups
 from autoshard.graph.ops import Graph, Op, Value
@@ -801,12 +800,11 @@ class _Builder:
         """Bytes that experts kept as one op use between their operands and results, under each strategy."""
         op = self.graph.ops[group.ops[0]]
         places = [(group.inputs.index(value), self.graph.type_of(value).shape) for value in op.operands]
-        form = Experts.of(op.attrs)
         item, apart = dtype_bytes(op.results[0].dtype), self.device.compiler.fuses_no_gathers
         found = []
         for number in range(len(ways)):
             local = [self.mesh.shard_shape(shape, ways.read(place, number)) for place, shape in places]
-            found.append(float(item * between_elements(op.kind, form, local, apart=apart)))
+            found.append(float(item * between_elements(op.kind, local, apart=apart)))
         return np.array(found)
 
     def _times(self) -> list[int]:

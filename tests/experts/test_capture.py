@@ -41,8 +41,8 @@ def test_biased_experts_with_their_own_gate_are_one_op_under_checkpoints(fronten
     found = [op for op in graph.ops if op.kind in (FORWARD, GRADIENT)]
     assert [op.kind for op in found].count(GRADIENT) == 2
     shapes = [graph.type_of(value).shape for value in found[0].operands[3:]]
-    assert shapes == [(E, D, F, 2), (E, F, D), (E, F, 2)]
-    made = Form(scale=1.702, limit=0.5, shift=1.0, up_dims="edfg", down_dims="efd")
+    assert shapes == [(E, 2, F, D), (E, D, F), (E, 2, F)]
+    made = Form(scale=1.702, limit=0.5, shift=1.0)
     assert {Form.of(op.attrs) for op in found} == {made}
     assert not any("experts" in module for _, module, _ in graph.program.written_out)
 

@@ -14,7 +14,7 @@ T, K, E, D, F = 24, 2, 4, 8, 16
 
 
 MIXTRAL = Form(), MixtralConfig, MixtralExperts
-GPT_OSS = Form(scale=1.702, limit=7.0, shift=1.0, up_dims="edfg", down_dims="efd"), GptOssConfig, GptOssExperts
+GPT_OSS = Form(scale=1.702, limit=7.0, shift=1.0), GptOssConfig, GptOssExperts
 
 
 @pytest.fixture(scope="module", params=[MIXTRAL, GPT_OSS], ids=["mixtral", "gpt-oss"])
@@ -35,18 +35,19 @@ def reference(request):
     of_layer += [layer.gate_up_proj_bias] if form.limit else []
     made = [each.numpy() for each in torch.autograd.grad(y, [x, weights, *of_layer], grad)]
     given = [each.detach().numpy() for each in (x, ids.int(), weights, *of_layer)]
-    sizes = {"e": E, "g": 2, "f": F, "d": D}
     for side, up in ((given, 3), (made, 2)):
-        for place, letters in ((up, form.up_dims), (up + 2, form.bias_dims)):
-            if place < len(side):
-                side[place] = side[place].reshape([sizes[letter] for letter in letters])
+        if form.limit:  # transposed, and interleaved
+            side[up] = side[up].reshape(E, D, F, 2).transpose(0, 3, 2, 1)
+            side[up + 1] = side[up + 1].transpose(0, 2, 1)
+            side[up + 2] = side[up + 2].reshape(E, F, 2).transpose(0, 2, 1)
+        side[up] = side[up].reshape(E, 2, F, D)
     return form, given, grad.numpy(), [y.detach().numpy(), *made]
 
 
 @pytest.mark.parametrize(("t", "e", "f"), [(1, 1, 1), (2, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 2)])
 def test_parts_add_up_to_transformers(reference, t, e, f):
     form, given, grad, expected = reference
-    letters = ["tm", "tk", "tk", form.up_dims, form.down_dims, form.bias_dims][: len(given)]
+    letters = ["tm", "tk", "tk", "egfd", "edf", "egf"][: len(given)]
     found = [np.zeros_like(each) for each in expected]
     for i, j, h in np.ndindex(t, e, f):
         own = {

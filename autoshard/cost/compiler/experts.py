@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.experts.dims import UP, biased, products, up_sizes
-from autoshard.experts.form import FORWARD, Form
+from autoshard.experts.dims import UP, biased, products
+from autoshard.experts.form import FORWARD
 
 Shape = tuple[int, ...]
 IDS = 1
@@ -47,7 +47,7 @@ class Stages:
     share: float
 
 
-def stages(kind: str, form: Form, shapes: Sequence[Shape], *, apart: bool) -> Stages:
+def stages(kind: str, shapes: Sequence[Shape], *, apart: bool) -> Stages:
     """The kernels of an op.
 
     Args:
@@ -55,8 +55,7 @@ def stages(kind: str, form: Form, shapes: Sequence[Shape], *, apart: bool) -> St
         apart: whether rows are put in the order of tokens before they are summed, and gradients of gates made before
             they are concatenated (TPU).
     """
-    rows = math.prod(shapes[IDS])
-    gates, hidden, features = up_sizes(form, shapes[UP])
+    rows, (_, gates, hidden, features) = math.prod(shapes[IDS]), shapes[UP]
     has_bias = biased(kind, len(shapes))
     widths = {"rows": features, "grads": features, "made": features, "back": features, "slope": hidden}
     widths |= {"wide": gates * hidden, "of_wide": gates * hidden, "inner": hidden, "scaled": hidden, "of_weights": 1}
@@ -95,9 +94,9 @@ def stages(kind: str, form: Form, shapes: Sequence[Shape], *, apart: bool) -> St
     )  # fmt: skip
 
 
-def between_elements(kind: str, form: Form, shapes: Sequence[Shape], *, apart: bool) -> int:
+def between_elements(kind: str, shapes: Sequence[Shape], *, apart: bool) -> int:
     """Most elements of arrays in between that are live at once."""
-    found = stages(kind, form, shapes, apart=apart)
+    found = stages(kind, shapes, apart=apart)
     live = {
         name: [n for n, each in enumerate(found.stages) if name in each.reads + each.writes] for name in found.between
     }

@@ -19,7 +19,7 @@ from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import dtype_bytes
-from autoshard.experts.form import GRADIENT, Form
+from autoshard.experts.form import GRADIENT
 from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.fused import KINDS
 from autoshard.graph.contraction import Matrices, matrices
@@ -343,7 +343,7 @@ class _Lowering:
         self, op: Op, reads: Sequence[int | None], made: Sequence[int], run: OpRun, flops: float
     ) -> None:  # fmt: skip
         """The kernels of a mixture's experts, between the barriers of `experts/kernels.py`."""
-        kernels = stages(op.kind, Form.of(op.attrs), self._read(op), apart=self.compiler.fuses_no_gathers)
+        kernels = stages(op.kind, self._read(op), apart=self.compiler.fuses_no_gathers)
         found, results = list(reads), list(made)
         if op.kind == GRADIENT and self.compiler.keeps_barriers:
             held = [(place, array) for place in (0, len(reads) - 1) if (array := reads[place]) is not None]

@@ -18,9 +18,8 @@ from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.attention.kernels import BACKWARD_PRODUCTS
 from autoshard.cost.machine.device import Device
 from autoshard.dtypes import dtype_bytes
-from autoshard.experts.dims import products, up_sizes
+from autoshard.experts.dims import products
 from autoshard.experts.form import KINDS as EXPERTS
-from autoshard.experts.form import Form as Experts
 from autoshard.fused import KINDS
 from autoshard.graph.body import Body
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, fusion_groups
@@ -100,8 +99,7 @@ def _attention_flops(op: Op, shapes: Sequence[Sequence[int]]) -> float:
 
 def _experts_flops(op: Op, shapes: Sequence[Sequence[int]]) -> float:
     """Products of the rows of all tokens' choices, each with one expert's weights."""
-    tokens, choices = shapes[1]
-    gates, hidden, features = up_sizes(Experts.of(op.attrs), tuple(shapes[3]))
+    (tokens, choices), (_, gates, hidden, features) = shapes[1], shapes[3]
     of_up, of_down = products(op.kind)
     return 2.0 * tokens * choices * hidden * features * (of_up * gates + of_down)
 

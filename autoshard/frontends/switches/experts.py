@@ -88,11 +88,16 @@ def _as_one_op(module: Any, form: Form, x: torch.Tensor, ids: torch.Tensor, weig
     names = ("gate_up_proj", "down_proj") if module.has_gate else ("up_proj", "down_proj")
     biases = [getattr(module, f"{name}_bias") for name in names] if module.has_bias else []
     x, up, down, *biases = dots.same_dtype(x, *(getattr(module, name) for name in names), *biases)
-    gates = 2 if module.has_gate else 1
-    at = form.up_dims.replace("g", "").index("f")
-    shape = (gates, -1) if form.up_dims.index("g") < form.up_dims.index("f") else (-1, gates)
-    bias = biases[0].unflatten(1, shape) if biases else None
-    made = one_op.experts(x, ids, weights, up.unflatten(at, shape), down, bias, form)
+    if module.is_transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+
+    def by_gate(wide: torch.Tensor) -> torch.Tensor:
+        if not _interleaved(module):
+            return wide.unflatten(1, (2 if module.has_gate else 1, -1))
+        return wide.unflatten(1, (-1, 2)).transpose(1, 2)
+
+    bias = by_gate(biases[0]) if biases else None
+    made = one_op.experts(x, ids, weights, by_gate(up), down, bias, form)
     if not biases:
         return made
     chosen = ids[..., None] == torch.arange(up.shape[0], device=ids.device)
@@ -111,11 +116,7 @@ def _form(module: Any, x: torch.Tensor, library: Any) -> Form | str:
     }
     if why := next((reason for reason, holds in reasons.items() if holds), ""):
         return why
-    at, down = ("edgf", "efd") if module.is_transposed else ("egfd", "edf")
-    interleaved = module.has_gate and not module.is_concatenated
-    if interleaved and not module.is_transposed:
-        return "gates and features are interleaved, and not transposed"
-    form = Form(activation, up_dims="edfg" if interleaved else at, down_dims=down)
+    form = Form(activation)
     if not module.has_gate or not own_gate:
         return form
     limits = [None, *_numbers(module, "limit", "swiglu_limit")]
@@ -125,6 +126,10 @@ def _form(module: Any, x: torch.Tensor, library: Any) -> Form | str:
         for limit, scale, shift in product(limits, scales, (0.0, 1.0))
     ]
     return next((each for each in forms if _is_gate(module, each)), "their gate is the model's own")
+
+
+def _interleaved(module: Any) -> bool:
+    return bool(module.has_gate and not module.is_concatenated)
 
 
 def _numbers(module: Any, *names: str) -> list[float]:
@@ -138,7 +143,7 @@ def _is_gate(module: Any, form: Form) -> bool:
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         gate = torch.linspace(-most, most, _PROBED)
         linear = gate[torch.arange(_PROBED) * 37 % _PROBED]
-        wide = torch.stack((gate, linear), -1 if form.up_dims.endswith("g") else 0).reshape(1, -1)
+        wide = torch.stack((gate, linear), -1 if _interleaved(module) else 0).reshape(1, -1)
         try:
             found = module._apply_gate(wide)
         except Exception:  # it wants more than the products
