@@ -58,6 +58,7 @@ def graph_of(step: Source, device: str, frontend: str = "torch_xla") -> Graph:
 
 SPLITS: dict[str, dict[str, tuple[str, ...]]] = {
     "tokens": {"t": ("data", "model")},
+    "tokens, scattered": {"t": ("data", "model"), "scatter": ("td",)},
     "experts": {"t": ("data",), "e": ("model",)},
     "features": {"t": ("data",), "f": ("model",)},
     "experts, scattered": {"t": ("data",), "e": ("model",), "scatter": ("td",)},

@@ -52,6 +52,17 @@ def test_each_device_runs_grouped_products_of_its_part(made, how, device, target
     assert abs(gathered) <= 0.04 * report.fidelity.compiled_bytes
 
 
+def test_a_sum_scattered_over_a_whole_torus_is_compiled_as_an_all_reduce():
+    graph = graph_of(source(torch.bfloat16), "tpu-v5p", "torchax")
+    plan = split(graph, "tokens, scattered", "tpu-v5p")
+    chosen, annotations = parse_target("tpu-v5p:2x2x2"), annotations_of(plan, graph)
+    module = annotate(graph.program, graph, annotations, plan.mesh, platform=chosen.family)
+    report, _ = compare_compiled(graph, annotations, plan.mesh, chosen, module)
+    (sums,) = (row for row in report.fidelity.rows if row.kind in ("all-reduce", "reduce-scatter"))
+    assert sums.kind == "all-reduce"
+    assert sums.predicted_bytes == pytest.approx(sums.compiled_bytes, rel=1e-3)
+
+
 def test_a_step_in_jax_computes_what_pytorch_does():
     command = [sys.executable, "-m", "tests.regions_in_jax", "tests.experts.small", "experts, scattered", "features"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

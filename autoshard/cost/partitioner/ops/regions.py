@@ -1,7 +1,8 @@
 """Ops that lowering writes as manual regions, in which each device computes its part (`stablehlo/regions.py`).
 
 A region takes operands and makes results as it is split (`RegionDims.split`); it sums partial results itself, by a
-reduce-scatter where their annotation splits them by the same axes.
+reduce-scatter where their annotation splits them by the same axes. Over axes along which XLA:TPU never makes one of an
+all-reduce and a slice, it makes these two of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ def region(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emissi
         made, axes, dim = dims.made(result, split, wanted)
         steps: list[Step] = []
         if axes:
+            names = context.resharder.names(axes)
             before = dims.tiling(dims.results[result], split)
             size = math.prod(context.subaxes.shard(kind.shape, before)) * dtype_bytes(kind.dtype)
-            steps.append(("all-reduce" if dim is None else "reduce-scatter", context.resharder.names(axes), size))
+            scatters = dim is not None and context.scatters_over(names)
+            steps.append(("reduce-scatter" if scatters else "all-reduce", names, size))
         if made != wanted:
             steps.extend(context.resharder.reshard(kind.shape, kind.dtype, made, wanted))
         own += steps
