@@ -2,6 +2,9 @@
 
 import os
 import re
+import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,7 +12,6 @@ import matplotlib as mpl
 
 import autoshard
 from autoshard.show.plots import plot_shardings, save
-from autoshard.sources import load_source
 
 HERE = Path(__file__).parent
 LAYER = "model.layers.0"
@@ -19,11 +21,12 @@ DRAWN = ("model.embed_tokens", "lm_head", f"{LAYER}.mlp.gate_proj", f"{LAYER}.ml
 
 def main() -> None:
     """Run the example and write the picture."""
-    [text] = re.findall(r"^```python\n(import torch\n.*?)^```$", (HERE.parent / "README.md").read_text(), re.M | re.S)
+    readme = (HERE.parent / "README.md").read_text().replace("\\\n", "")
+    [command] = re.findall(r"^\$ autoshard (plan .*) -o llama\.json", readme, re.M)
     with tempfile.TemporaryDirectory() as folder:
-        (file := Path(folder, "llama.py")).write_text(text)
-        source = load_source(f"{file}:step")
-    plan = autoshard.plan(source.model, source.inputs, optimizer=source.optimizer, mesh="2x4", device="h100")
+        file = Path(folder, "llama.json")
+        subprocess.run([sys.executable, "-m", "autoshard", *shlex.split(command), "-o", file], check=True)
+        plan = autoshard.Plan.load(file)
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # matplotlib writes the date
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "plan", "font.family": "sans-serif"}):
         save(plot_shardings(plan, [f"{name}.weight" for name in DRAWN]), HERE / "plan.svg")
