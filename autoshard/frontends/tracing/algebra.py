@@ -100,6 +100,19 @@ def as_strided(
     return torch.index_select(flat, 0, _strided(x, size, stride, offset)).reshape(size)
 
 
+def puts_one(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> bool:
+    """Whether `torch.scatter` puts one element per row of `dim`, as the gradient of `max` does."""
+    one = tuple(1 if at == dim % max(x.dim(), 1) else size for at, size in enumerate(x.shape))
+    return x.dim() > 0 and tuple(index.shape) == tuple(src.shape) == one
+
+
+def put(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    """`torch.scatter` that `puts_one`, elementwise: XLA would keep a copy of `x` for each scatter from the start."""
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    return torch.where(torch.arange(x.shape[dim], device=x.device).reshape(shape) == index, src, x)
+
+
 def as_strided_scatter(
     x: torch.Tensor, src: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> torch.Tensor:

@@ -113,7 +113,7 @@ REDUCTIONS = AVERAGES | {
 """Reductions over all dims by default. torch_xla 2.9 then reduces nothing: `x.amax()` is `x`."""
 
 
-BY_ARGUMENTS = REDUCTIONS | {torch.ops.aten.addmm.default}
+BY_ARGUMENTS = REDUCTIONS | {torch.ops.aten.addmm.default, torch.ops.aten.scatter.src}
 """Ops decomposed for some of their arguments."""
 
 
@@ -121,6 +121,8 @@ def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     """The decomposition of one of `BY_ARGUMENTS` for these arguments, or None."""
     if op in REDUCTIONS:
         return _reduced(op, args, kwargs)
+    if op is torch.ops.aten.scatter.src:
+        return algebra.put if algebra.puts_one(*args, **kwargs) else None
     scales = (_argument(op, "beta", args, kwargs), _argument(op, "alpha", args, kwargs))
     return None if scales == (1, 1) else _scaled(torch.ops.aten.mm.default)
 
