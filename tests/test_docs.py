@@ -37,7 +37,7 @@ def test_files_and_names_that_are_pointed_to_exist(page):
 def test_readme_shows_what_happens(tmp_path):
     pytest.importorskip("torch_xla")
     pytest.importorskip("libtpu")
-    [block] = re.findall(r"^```\n(\$ autoshard plan hf:.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    [block, *_] = re.findall(r"^```\n(\$ autoshard plan hf:.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     for line in block.splitlines():
         if line.startswith("$ "):
             printed = run([sys.executable, "-m", *shlex.split(line[2:], comments=True)], tmp_path).splitlines()
