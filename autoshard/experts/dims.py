@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from autoshard.experts.form import FORWARD
 from autoshard.regions.dims import RegionDims, Shape, sizes_of
 
-X, UP = 0, 3
-"""Operands whose shardings say how tokens, and experts and hidden features, are split."""
+X, IDS, UP = 0, 1, 3
+"""Operands; the shardings of `X` and `UP` say how tokens, and experts and hidden features, are split."""
 
 
 def experts_dims(kind: str, operands: Sequence[Shape]) -> RegionDims:

@@ -31,7 +31,7 @@ class Form(BaseForm):
     Attributes:
         activation: one of `ACTIVATIONS`.
         scale: silu is `gate * sigmoid(scale * gate)`.
-        limit: most of the gate and of the linear half, whose least is its negative; None: no limits.
+        limit: the gate is clamped to at most this, the linear half to this and its negative; None: neither is.
     """
 
     activation: str = "silu"

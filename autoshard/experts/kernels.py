@@ -97,11 +97,11 @@ class _Sorted:
 
     @property
     def group(self) -> Any:
-        """Of each row; one behind the last for rows of other devices."""
+        """Each row's expert, counted from this device's first; one past its last for rows of other devices."""
         return self._here[self.order]
 
     def biased(self, rows: Any, bias: Any = None) -> Any:
-        """Rows `(t * k, n)` with the bias of their expert, of `(e, ...)` with n elements each; as they are without."""
+        """Rows `(t * k, n)` plus their expert's bias, of `(e, ...)` with n elements an expert; unchanged without one."""
         import jax.numpy as jnp
 
         if bias is None:
@@ -109,7 +109,7 @@ class _Sorted:
         return rows + bias.reshape(bias.shape[0], -1)[jnp.minimum(self.group, bias.shape[0] - 1)]
 
     def summed(self, rows: Any) -> Any:
-        """`(t * k, n)` -> `(e, n)`, in float32."""
+        """The sum of each expert's rows, `(t * k, n)` -> `(e, n)`, in float32."""
         import jax.numpy as jnp
 
         count = self.sizes.shape[0]

@@ -33,13 +33,13 @@ def source(dtype: torch.dtype = torch.float32, implementation: str = "eager", ac
     return Source(model, {"input_ids": ids, "labels": ids}, None, torch.optim.SGD(model.parameters(), 0.1), True)
 
 
-def gpt_oss(dtype: torch.dtype = torch.float32) -> Source:
+def gpt_oss(dtype: torch.dtype = torch.float32, limit: float = 0.5) -> Source:
     """One whose experts have biases, transposed weights, interleaved gates, and a gate of their own."""
     torch.manual_seed(0)
     config = GptOssConfig(
         vocab_size=64, hidden_size=D, intermediate_size=F, num_hidden_layers=2, num_attention_heads=4, head_dim=32,
         num_key_value_heads=2, num_local_experts=E, num_experts_per_tok=2, layer_types=["full_attention"] * 2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, swiglu_limit=0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, swiglu_limit=limit,
     )  # fmt: skip
     config._experts_implementation = "eager"
     model = GptOssForCausalLM._from_config(config, dtype=dtype, attn_implementation="eager")

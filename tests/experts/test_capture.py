@@ -1,6 +1,7 @@
 """Mixtures of experts are one op where they have its form, and a plan says why others are not."""
 
 import pytest
+from torch import nn
 
 from autoshard.experts.form import FORWARD, GRADIENT, Form
 from tests.conftest import FRONTENDS
@@ -45,6 +46,23 @@ def test_biased_experts_with_their_own_gate_are_one_op_under_checkpoints(fronten
     made = Form(scale=1.702, limit=0.5, shift=1.0)
     assert {Form.of(op.attrs) for op in found} == {made}
     assert not any("experts" in module for _, module, _ in graph.program.written_out)
+
+
+def test_a_limit_is_recognised_that_few_values_reach():
+    step = gpt_oss(limit=7.0)
+    graph = graph_of(step, "h100", "torchax")
+    assert {Form.of(op.attrs).limit for op in graph.ops if op.kind in (FORWARD, GRADIENT)} == {7.0}
+
+
+def test_a_limit_under_another_name_is_written_out(monkeypatch):
+    step = gpt_oss()
+    experts = type(step.model.model.layers[0].mlp.experts)
+
+    def gate(self, wide):
+        return nn.functional.silu(wide[..., ::2].clamp(max=30.0)) * wide[..., 1::2]
+
+    monkeypatch.setattr(experts, "_apply_gate", gate)
+    assert any("experts" in module for _, module, _ in graph_of(step, "h100", "torchax").program.written_out)
 
 
 def test_a_gate_that_is_not_of_the_form_is_written_out(monkeypatch):

@@ -9,12 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.experts.dims import UP, biased, products
+from autoshard.experts.dims import IDS, UP, biased, products
 from autoshard.experts.form import FORWARD
 
 Shape = tuple[int, ...]
-IDS = 1
-"""Operand of the experts' numbers."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from autoshard.frontends.tracing import experts as one_op
 from autoshard.frontends.tracing.device import is_xla
 
 _REPLACED = ("eager", "grouped_mm", "batched_mm")
-_PROBED = 256
-"""Hidden features with which a gate is recognised."""
+_PROBED = 128
+"""How many magnitudes, from a thousandth to ten thousand, a gate is recognised by."""
 _ACTIVATIONS = {
     "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "ReLU": "relu",
     "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
@@ -138,17 +138,17 @@ def _numbers(module: Any, *names: str) -> list[float]:
 
 
 def _is_gate(module: Any, form: Form) -> bool:
-    """Whether a module's own gate computes this form's, on values on both sides of its limit."""
-    most = 4.0 if form.limit is None else 2 * form.limit
+    """Whether a module's own gate computes this form's, on magnitudes beyond any limit that it may have."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        gate = torch.linspace(-most, most, _PROBED)
-        linear = gate[torch.arange(_PROBED) * 37 % _PROBED]
+        sizes = torch.logspace(-3, 4, _PROBED)
+        gate = torch.cat((-sizes, sizes))
+        linear = gate[torch.arange(gate.numel()) * 37 % gate.numel()]
         wide = torch.stack((gate, linear), -1 if _interleaved(module) else 0).reshape(1, -1)
         try:
             found = module._apply_gate(wide)
-        except Exception:  # it wants more than the products
+        except Exception:  # a gate that wants other arguments has not the form: written out, and the plan says so
             return False
         if form.limit is not None:
             gate, linear = gate.clamp(max=form.limit), linear.clamp(-form.limit, form.limit)
         made = _TORCH[form.activation](gate, form.scale) * (linear + form.shift)
-        return found.shape == (1, _PROBED) and bool(torch.allclose(found[0], made, 1e-4, 1e-4))
+        return found.shape == (1, gate.numel()) and bool(torch.allclose(found[0], made, 1e-4, 1e-4))

@@ -1,8 +1,8 @@
 """Finds ops on which torch_xla would crash the process, when recorded or lowered.
 
-`safe_ops.json` names the overloads without crashes in `benchmarks/safe_ops.py`, for one version of torch and torch_xla.
-Any other, and any with an empty operand, is tried in a fork of this process, with its own operands and, lowered, with
-placeholders like them. The outcome is cached on disk.
+`safe_ops.json` names the overloads without crashes in `benchmarks/safe_ops.py`, for one version of torch and torch_xla;
+autoshard's own are safe. Any other, and any with an empty operand, is tried in a fork of this process, with its own
+operands and, lowered, with placeholders like them. The outcome is cached on disk.
 """
 
 from __future__ import annotations

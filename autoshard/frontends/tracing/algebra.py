@@ -107,7 +107,7 @@ def puts_one(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) 
 
 
 def put(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-    """`torch.scatter` that `puts_one`, elementwise: XLA would keep a copy of `x` for each scatter from the start."""
+    """`torch.scatter` that `puts_one`, elementwise: XLA:GPU copies a shared `x` for all scatters at once."""
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
     return torch.where(torch.arange(x.shape[dim], device=x.device).reshape(shape) == index, src, x)

@@ -1,8 +1,8 @@
 """Ops that lowering writes as manual regions, in which each device computes its part (`stablehlo/regions.py`).
 
 A region takes operands and makes results as it is split (`RegionDims.split`); it sums partial results itself, by a
-reduce-scatter where their annotation splits them by the same axes. Over axes along which XLA:TPU never makes one of an
-all-reduce and a slice, it makes these two of a reduce-scatter.
+reduce-scatter where their annotation splits them by the same axes. XLA:TPU compiles it as an all-reduce and a slice
+over axes along which it never forms a reduce-scatter.
 """
 
 from __future__ import annotations
