@@ -101,7 +101,7 @@ class _Sorted:
         return self._here[self.order]
 
     def biased(self, rows: Any, bias: Any = None) -> Any:
-        """Rows `(t * k, n)` plus their expert's bias, of `(e, ...)` with n elements an expert; unchanged without one."""
+        """Rows `(t * k, n)` plus their expert's bias, of `(e, ...)`, n elements an expert; unchanged without one."""
         import jax.numpy as jnp
 
         if bias is None:
