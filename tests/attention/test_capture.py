@@ -139,11 +139,14 @@ def test_each_attention_that_is_written_out_counts():
 
 def test_masks_of_other_patterns_are_no_windows():
     masks = pytest.importorskip("transformers.masking_utils")
-    found = transformers_library._causal_window
+    found = transformers_library._window
     assert found(masks.sliding_window_causal_mask_function(5), 300, 300) == (True, 5)
     assert found(masks.causal_mask_function, 300, 300) == (True, None)
     assert found(masks.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.long)), 300, 300) is None
-    assert found(masks.bidirectional_mask_function, 300, 300) is None
+    assert found(masks.bidirectional_mask_function, 300, 300) == (False, None)
+    assert found(masks.sliding_window_bidirectional_mask_function(5), 300, 300) == (False, 6)
+    assert found(masks.sliding_window_bidirectional_mask_function(5), 6, 6) == (False, None)
+    assert found(lambda b, h, q, kv: q < 0, 300, 300) is None
     assert found(masks.or_masks(masks.causal_mask_function, lambda b, h, q, kv: kv < 9), 300, 300) is None
     assert found(masks.packed_sequence_mask_function(torch.zeros(1, 300)), 300, 300) is None
 
@@ -197,3 +200,39 @@ def test_a_sliding_window_of_transformers_is_one_op_and_no_bias(window):
     assert form == Form(0.25, causal=True, window=window if window < 256 else None)
     op = next(op for op in graph.ops if op.kind == FORWARD)
     assert graph.type_of(op.operands[1]).shape == (2, 2, 256, 16)  # keys are not repeated for each query head
+
+
+OF_LIBRARY: dict[str, tuple[dict[str, int], list[Form]]] = {
+    "gpt_oss": (
+        {"num_local_experts": 4, "sliding_window": 100, "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 16},
+        [Form(0.25, causal=True, window=100), Form(0.25, causal=True)],
+    ),
+    "modernbert": (
+        {"local_attention": 100, "vocab_size": 64, "cls_token_id": 1, "sep_token_id": 2},
+        [Form(0.25), Form(0.25, window=51)],
+    ),
+}
+"""Kind of model -> its configuration, and its attentions."""
+
+
+def summed(output):
+    return output.logits.sum() if hasattr(output, "logits") else output[0].sum()
+
+
+@pytest.mark.parametrize("kind", OF_LIBRARY)
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_sinks_and_windows_to_both_sides_are_one_op(kind, frontend):
+    """Sinks have no function of PyTorch's: they were written out, as such windows were."""
+    pytest.importorskip("transformers")
+    own, forms = OF_LIBRARY[kind]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4} | own
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), "None")
+    made = load_source(
+        f"hf:{kind}", layers=2, batch=2, seq=256, settings={name: str(size) for name, size in sizes.items()} | tokens
+    )
+    graph = build_graph(
+        capture_of(frontend)(made.model, made.inputs, loss_fn=summed, train=True, switches=switches_for("tpu-v5e"))
+    )
+    assert [Form.of(op.attrs) for op in graph.ops if op.kind == FORWARD] == forms
+    assert sum(op.kind == GRADIENT for op in graph.ops) == 2
+    assert not graph.program.written_out

@@ -84,7 +84,7 @@ def test_written_out_as_pytorch_computes_it(causal, window, biased, packed, batc
     backward, _ = kernels._written_out(part(GRADIENT, form, q, k, v))
     for found, wanted in zip(backward(*given, made, lse, grad.numpy(), *rows), gradients, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
-    torch_made = ops.attention(q, k, v, form, bias, segments)
+    torch_made, _ = ops.attention(q, k, v, form, bias, segments)
     torch.testing.assert_close(torch_made, out, rtol=2e-5, atol=2e-5)
 
 
@@ -94,7 +94,7 @@ def test_the_torch_ops_differentiate_as_pytorch_does():
     form = Form(0.5, causal=True)
     _, grad, wanted = reference(q, k, v, form)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    found = torch.autograd.grad(ops.attention(*leaves, form), leaves, grad)
+    found = torch.autograd.grad(ops.attention(*leaves, form)[0], leaves, grad)
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -197,3 +197,30 @@ def test_a_config_that_is_none_is_refused():
         Form.parse("dropout")
     form = Form(0.125, causal=True, window=7)
     assert Form.parse(form.text()) == form
+
+
+def with_sinks(q, k, v, sinks, scale):
+    """Softmax over the causal scores and a sink, whose value is 0, and the log-sum-exp of the scores alone."""
+    scores = torch.einsum("bkgsd,bktd->bkgst", q, k) * scale
+    scores = scores.masked_fill(torch.arange(k.shape[2]) > torch.arange(q.shape[3])[:, None], -math.inf)
+    both = torch.cat([scores, sinks[:, :, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)
+    return torch.einsum("bkgst,bkte->bkgse", both[..., :-1], v), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("scaled", ["by the op", "by the log-sum-exp"])
+def test_sinks_take_their_share_of_the_weights(scaled: str) -> None:
+    """Either in the op, or outside it, as who calls FlexAttention writes them: the log-sum-exp has a gradient then."""
+    torch.manual_seed(0)
+    form = Form(0.5, causal=True)
+    given = [each.double().requires_grad_() for each in (*tensors(), torch.randn(2, 2))]
+    if scaled == "by the op":
+        out, _ = ops.attention(*given[:3], form, sinks=given[3])
+    else:
+        out, lse = ops.attention(*given[:3], form)
+        out = out * torch.sigmoid(lse - given[3][..., None])[..., None] + 0.25 * lse[..., None]
+    wanted, scores = with_sinks(*given, 0.5)
+    wanted = wanted if scaled == "by the op" else wanted + 0.25 * scores[..., None]
+    weights = torch.randn_like(wanted)
+    torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-6)
+    for mine, theirs in zip(*(torch.autograd.grad(each, given, weights) for each in (out, wanted)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)

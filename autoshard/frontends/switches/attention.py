@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -44,6 +44,11 @@ def kernels_of(kind: str) -> Iterator[None]:
         _kinds.pop()
 
 
+def kernels() -> bool:
+    """Whether attentions that some device has a kernel for are kept as one op."""
+    return bool(_kinds)
+
+
 @replaces("attention", F.scaled_dot_product_attention)
 def _attention(
     query: torch.Tensor,
@@ -58,17 +63,17 @@ def _attention(
     causal, window, segments = masked_as(attn_mask) or (is_causal, None, None)
     bias = attn_mask if masked_as(attn_mask) is None else None
     documents = None if segments is None else (segments, segments)
-    ways = [_Asked(causal, scale, window, documents, bias, dropout_p, enable_gqa)]
-    if segments is not None:  # a kernel without documents may take the mask itself
-        ways.append(_Asked(is_causal, scale, None, None, attn_mask, dropout_p, enable_gqa))
-    kept = _as_one_op(query, key, value, ways)
+    ways = [Asked(causal, scale, window, documents, bias, dropout_p, enable_gqa)]
+    if attn_mask is not bias:  # a kernel without such windows or documents may take the mask itself
+        ways.append(Asked(is_causal, scale, None, None, attn_mask, dropout_p, enable_gqa))
+    kept = as_one_op(query, key, value, ways)
     if kept is not None:
-        return kept
+        return kept[0]
     return dots.attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """What is asked of an attention.
 
     Attributes:
@@ -77,6 +82,7 @@ class _Asked:
         segments: of queries and of keys, `(batch, tokens)`.
         bias: added to the scores, or true where they count.
         grouped: whether several query heads may share one of keys.
+        sinks: per query head the score of one more key, whose value is 0.
     """
 
     causal: bool
@@ -86,12 +92,13 @@ class _Asked:
     bias: torch.Tensor | None = None
     dropout: float = 0.0
     grouped: bool = False
+    sinks: torch.Tensor | None = None
 
 
-def _as_one_op(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ways: Sequence[_Asked]
-) -> torch.Tensor | None:
-    """The attention as one op, in the first way that a kernel computes; None where it is to be written out.
+def as_one_op(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ways: Iterable[Asked]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The attention as one op and its log-sum-exps, in the first way that a kernel computes; None where there is none.
 
     The reason that holds of the first way is noted then.
     """
@@ -106,8 +113,10 @@ def _as_one_op(
     return None
 
 
-def _kept(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> torch.Tensor | str:
-    """The attention as one op, or why no kernel computes it; empty of shapes that are no attention's."""
+def _kept(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
+) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """The attention as one op and its log-sum-exps, or why no kernel computes it; empty of shapes that are no attention's."""
     if query.dim() not in (3, 4) or query.dim() != key.dim() or key.shape[:-1] != value.shape[:-1]:
         return ""
     why = _why_written_out(query, key, asked)
@@ -125,11 +134,12 @@ def _kept(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _A
     k, v = (each if each.dim() == 4 else each.unsqueeze(1) for each in (key, value))
     bias = None if asked.bias is None else _bias(asked.bias, types[3].shape, q.dtype, query.dim() == 4)
     documents = asked.segments and (asked.segments[0].to(torch.int32), asked.segments[1].to(torch.int32))
-    out = fused.attention(q, k, v, form, bias, documents)
-    return out.reshape(*query.shape[:-1], value.shape[-1])
+    sinks = None if asked.sinks is None else asked.sinks.to(torch.float32).reshape(types[0].shape[1:3])
+    out, lse = fused.attention(q, k, v, form, bias, documents, sinks)
+    return out.reshape(*query.shape[:-1], value.shape[-1]), lse.reshape(query.shape[:-1])
 
 
-def _types(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> tuple[TensorType, ...]:
+def _types(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked) -> tuple[TensorType, ...]:
     """Types of the operands of the op: `form.py`."""
     batch, (heads, kv_heads) = query.shape[0], ((query.shape[1], key.shape[1]) if query.dim() == 4 else (1, 1))
     dtype = torch.get_autocast_dtype("xla") if dots.autocasts() else query.dtype
@@ -142,6 +152,52 @@ def _types(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _
         shapes.append((rows, *((1, 1) if own == 1 else shapes[0][1:3]), *((1, 1, *of)[-2:])))
     found = [TensorType(tuple(shape), torch_dtypes().get(dtype, str(dtype))) for shape in shapes]
     return (*found, *(TensorType(tuple(each.shape), "i32") for each in asked.segments or ()))
+
+
+@contextlib.contextmanager
+def of_transformers() -> Iterator[None]:
+    """Have attentions with sinks of transformers, which PyTorch's own function has not, captured as one op."""
+    library: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    if library is None:
+        yield
+        return
+    own = library.get_interface
+
+    def get_interface(table: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        found: Callable[..., Any] = own(table, name, default)
+        return partial(_with_sinks, found) if found is default else found
+
+    library.get_interface = get_interface
+    try:
+        yield
+    finally:
+        library.get_interface = own
+
+
+def _with_sinks(
+    written_out: Callable[..., Any],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *rest: Any,
+    **options: Any,
+) -> Any:
+    """An attention of transformers, `written_out` where it has no sinks or no kernel computes it."""
+    sinks = options.get("s_aux")
+    if sinks is not None and not rest and is_xla(query):
+        causal, window, segments = masked_as(mask) or (False, None, None)
+        bias = mask if masked_as(mask) is None else None
+        documents = None if segments is None else (segments, segments)
+        scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
+        ways = [Asked(causal, scale, window, documents, bias, dropout, True, sinks)]
+        if mask is not bias:
+            ways.append(Asked(False, scale, None, None, mask, dropout, True, sinks))
+        kept = as_one_op(query, key, value, ways)
+        if kept is not None:
+            return kept[0].transpose(1, 2).contiguous(), None
+    return written_out(module, query, key, value, mask, *rest, **options)
 
 
 @contextlib.contextmanager
@@ -180,7 +236,7 @@ def _flash_attention(
     *_: Any,
 ) -> Any:
     segments = None if q_segments is None or kv_segments is None else (q_segments, kv_segments)
-    return _masked(query, key, value, _Asked(causal, scale, None, segments, bias, grouped=True))
+    return _masked(query, key, value, Asked(causal, scale, None, segments, bias, grouped=True))
 
 
 def _splash_attention(
@@ -198,14 +254,14 @@ def _splash_attention(
     asked = json.loads(config)
     window = asked["slide_window_size"] + 1 if asked["attentiontype_local_sliding"] else None
     documents = None if segments is None else (segments, segments)
-    return _masked(query, key, value, _Asked(causal, 1.0, window, documents, grouped=True))
+    return _masked(query, key, value, Asked(causal, 1.0, window, documents, grouped=True))
 
 
-def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: _Asked) -> Any:
+def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked) -> Any:
     """An attention as one op where a kernel computes it, else written out with its mask."""
-    kept = _as_one_op(query, key, value, [asked]) if _kinds else None
+    kept = as_one_op(query, key, value, [asked]) if _kinds else None
     if kept is not None:
-        return kept
+        return kept[0]
     rows = torch.arange(query.shape[2], device=query.device).unsqueeze(1)
     columns = torch.arange(key.shape[2], device=query.device)
     allowed = [columns <= rows] if asked.causal else []
@@ -219,7 +275,7 @@ def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: 
     return dots.attention(query, key, value, mask, 0.0, False, asked.scale, query.shape[1] != key.shape[1])
 
 
-def _why_written_out(query: torch.Tensor, key: torch.Tensor, asked: _Asked) -> str:
+def _why_written_out(query: torch.Tensor, key: torch.Tensor, asked: Asked) -> str:
     """Why no kernel computes an attention; empty if one does."""
     if asked.dropout > 0:
         return "dropout of its weights: the kernels draw other random numbers than PyTorch"

@@ -57,6 +57,7 @@ from autoshard.frontends.switches.handlers import (
     on_xla,
     replaces,
 )
+from autoshard.frontends.switches.flex import flex_traced
 from autoshard.frontends.switches.loops import unrolled
 from autoshard.frontends.switches.remat import recomputing
 from autoshard.frontends.switches.transformers_library import transformers_traced
@@ -84,6 +85,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
     with contextlib.ExitStack() as stack:
         if ATTENTION in named:
             stack.enter_context(attention.kernels_of(named[ATTENTION]))
+            stack.enter_context(attention.of_transformers())
         # Of ready nodes, autograd runs the one created last, and each thread counts for itself: if gradients of
         # gradients were created on a device thread, their order would depend on what ran there before.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -99,6 +101,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
             stack.enter_context(_unchecked())
         if "matmul" in names:
             stack.enter_context(attention.of_torch_xla())
+            stack.enter_context(flex_traced())
         if "scan" in names:
             stack.enter_context(unrolled())
         if "linear" in names:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoshard.frontends.switches.windows import Window, window_of
 from autoshard.frontends.tracing.device import current, is_xla
 
 
@@ -40,7 +41,8 @@ def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
         if shares_keys is not None:
             attention.use_gqa_in_sdpa = lambda *_: True  # else it repeats keys for each query head under a mask
         if kinds is not None:
-            kinds._global_mapping["sdpa"] = partial(_described, masks.sdpa_mask)
+            for kind in ("sdpa", "eager"):
+                kinds._global_mapping[kind] = partial(_described, getattr(masks, f"{kind}_mask"))
         if is_fake is not None:
             utilities.is_fake_tensor = lambda x: _on_xla(x) or is_fake(x)
         if find_packed is not None:
@@ -52,7 +54,8 @@ def transformers_traced(model: torch.nn.Module | None) -> Iterator[None]:
         if shares_keys is not None:
             attention.use_gqa_in_sdpa = shares_keys
         if kinds is not None:
-            kinds._global_mapping["sdpa"] = masks.sdpa_mask
+            for kind in ("sdpa", "eager"):
+                kinds._global_mapping[kind] = getattr(masks, f"{kind}_mask")
         if is_fake is not None:
             utilities.is_fake_tensor = is_fake
         if find_packed is not None:
@@ -68,16 +71,16 @@ def _on_xla(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_xla(value)
 
 
-def _described(sdpa_mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _described(mask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' mask, which remembers what it masks where that is a window: see `masked_as`."""
-    made = sdpa_mask(*args, **kwargs)
-    call = inspect.signature(sdpa_mask).bind(*args, **kwargs)
+    made = mask(*args, **kwargs)
+    call = inspect.signature(mask).bind(*args, **kwargs)
     call.apply_defaults()
     asked = call.arguments
     begins = isinstance(asked["q_offset"], int) and asked["q_offset"] == asked["kv_offset"] == 0
     if isinstance(made, torch.Tensor) and asked["attention_mask"] is None and begins:
         allows, segments = _of_one_document(asked["mask_function"])
-        window = _causal_window(allows, *made.shape[-2:])
+        window = _window(allows, *made.shape[-2:])
         made._autoshard_masks = None if window is None else (*window, segments)
     return made
 
@@ -112,21 +115,12 @@ def _closed_over(function: Any, maker: str) -> Mapping[str, Any]:
     return inspect.getclosurevars(function).nonlocals if made else {}
 
 
-ROWS = 64
-"""Most rows of a mask that are looked at."""
-
-
-def _causal_window(allows: Any, queries: int, keys: int) -> tuple[bool, int | None] | None:
-    """What a mask function masks, if that is all keys after a query and those before a window that ends at it."""
+def _window(allows: Any, queries: int, keys: int) -> Window | None:
+    """What a mask function leaves, if that is a window: see `window_of`."""
     if _holds_tensors(allows):  # such as the segments of packed sequences
         return None
-    rows = torch.linspace(0, queries - 1, min(ROWS, queries)).round().long().unsqueeze(1)
-    rows = torch.cat([rows, rows[-1:] - int(queries > 1)])  # a window moves on with each row
-    columns, zero = torch.arange(keys), torch.zeros((), dtype=torch.long)
-    allowed = allows(zero, zero, rows, columns).expand(len(rows), keys)
-    window = int(allowed[len(rows) - 2].sum())
-    wanted = (columns <= rows) & (columns > rows - window)
-    return (True, window if window < queries else None) if bool((allowed == wanted).all()) else None
+    zero = torch.zeros((), dtype=torch.long)
+    return window_of(lambda rows, columns: allows(zero, zero, rows, columns), queries, keys)
 
 
 def _holds_tensors(function: Any) -> bool:

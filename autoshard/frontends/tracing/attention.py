@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from autoshard.attention.form import FORWARD, GRADIENT, Form
 from autoshard.frontends.tracing.regions import executed, library, meta
 
+_FEATURES = 8
+"""Features of values come in multiples of this on GPUs."""
 _MASKED = "Tensor? bias, Tensor? q_segments, Tensor? kv_segments, bool causal, int? window, float scale"
 library.define(f"attention(Tensor q, Tensor k, Tensor v, {_MASKED}) -> (Tensor, Tensor)")
 library.define(
@@ -28,12 +31,21 @@ def attention(
     form: Form,
     bias: torch.Tensor | None = None,
     segments: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The attention of `form.py`, differentiable in q, k and v."""
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention of `form.py`, `(out, lse)`, differentiable in q, k, v and sinks.
+
+    Args:
+        sinks: f32 `(kv heads, group)`: per head the score of one more key, whose value is 0; the log-sum-exp is then
+            over that key too, and has no gradient.
+    """
     q_segments, kv_segments = segments or (None, None)
     masked = (bias, q_segments, kv_segments, form.causal, form.window, form.scale)
-    out: torch.Tensor = torch.ops.autoshard.attention(q, k, v, *masked)[0]
-    return out
+    if sinks is not None:
+        made: tuple[torch.Tensor, torch.Tensor] = _WithSinks.apply(q, k, v, sinks, *masked)
+        return made
+    out, lse = torch.ops.autoshard.attention(q, k, v, *masked)
+    return out, lse
 
 
 def scores(
@@ -98,15 +110,47 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             out, lse = torch.ops.autoshard.attention(q, k, v, *masked)
         ctx.options = masked[3:]
         ctx.save_for_backward(q, k, v, out, lse, *masked[:3])
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None, of_lse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *masks = ctx.saved_tensors
-        made = torch.ops.autoshard.attention_grad(q, k, v, out, lse, grad, *masks, *ctx.options)
-        return *made, None, None, None, None, None, None
+        grad = torch.zeros_like(out) if grad is None else grad
+        values = v.shape[-1]
+        if of_lse is not None:  # a feature more, which is 0 of all values, adds it to each query's sum of out * grad
+            v = F.pad(v, (0, _FEATURES))
+            out = F.pad(F.pad(out, (0, 1), value=1.0), (0, _FEATURES - 1))
+            grad = F.pad(torch.cat([grad, -of_lse[..., None].to(grad.dtype)], -1), (0, _FEATURES - 1))
+        dq, dk, dv = torch.ops.autoshard.attention_grad(q, k, v, out, lse, grad, *masks, *ctx.options)
+        return dq, dk, dv[..., :values], None, None, None, None, None, None
+
+
+class _WithSinks(torch.autograd.Function):  # type: ignore[misc]
+    """The op, and its result scaled by the share that sinks leave of each query's weights.
+
+    Under the log-sum-exp over keys and sink, the op's gradient is that of the scaled result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, sinks: Any, *masked: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = torch.ops.autoshard.attention(q, k, v, *masked)
+        total = torch.logaddexp(lse, sinks[..., None])
+        made = (out * torch.exp(lse - total)[..., None]).to(out.dtype)
+        ctx.options = masked[3:]
+        ctx.save_for_backward(q, k, v, sinks, made, total, *masked[:3])
+        ctx.mark_non_differentiable(total)
+        return made, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        q, k, v, sinks, made, total, *masks = ctx.saved_tensors
+        of_keys = torch.ops.autoshard.attention_grad(q, k, v, made, total, grad, *masks, *ctx.options)
+        lost = (grad.to(sinks.dtype) * made).sum(-1)
+        of_sinks = -(torch.exp(sinks[..., None] - total) * lost).sum((0, 3))
+        return *of_keys, of_sinks, None, None, None, None, None, None
 
 
 def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masked: Any) -> Any:
