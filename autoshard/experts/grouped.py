@@ -11,8 +11,9 @@ Rows behind the last group belong to none: what they become is undefined.
 
 from __future__ import annotations
 
+import re
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoshard.regions.kernel import Platform
 
@@ -23,13 +24,25 @@ _LEAST = 128
 """Fewest rows of a tile of megablox."""
 
 
-def product(rows: Any, matrices: Any, sizes: Any, platform: Platform, *, across: bool = False) -> Any:
+class Groups(NamedTuple):
+    """How rows are grouped.
+
+    Attributes:
+        sizes: rows of each group, int32.
+        ways: of so many rows one is expected to be of some group.
+    """
+
+    sizes: Any
+    ways: int = 1
+
+
+def product(rows: Any, matrices: Any, groups: Groups, platform: Platform, *, across: bool = False) -> Any:
     """Each row times its group's matrix, or its transpose.
 
     Args:
         rows: `(m, k)`, those of group 0 first.
         matrices: `(groups, n, k)`; `(groups, k, n)` where `across`.
-        sizes: rows of each group, int32.
+        groups: of the rows.
         platform: whose kernel.
         across: contract the matrices' middle dim.
 
@@ -39,44 +52,44 @@ def product(rows: Any, matrices: Any, sizes: Any, platform: Platform, *, across:
     from jax import lax
 
     if platform == "tpu":
-        return _megablox_product(rows, matrices, sizes, across)
+        return _megablox_product(rows, matrices, groups, across)
     if platform == "gpu":
-        return _triton_product(rows, matrices, sizes, across)
+        return _triton_product(rows, matrices, groups, across)
     dims = lax.RaggedDotDimensionNumbers((((1,), (1 if across else 2,)), ((), ())), (0,), (0,))
-    return lax.ragged_dot_general(rows, matrices, sizes, dims)
+    return lax.ragged_dot_general(rows, matrices, groups.sizes, dims)
 
 
-def outer(one: Any, other: Any, sizes: Any, platform: Platform) -> Any:
+def outer(one: Any, other: Any, groups: Groups, platform: Platform) -> Any:
     """Per group the sum over its rows of outer products: `(m, n)` and `(m, k)` give `(groups, n, k)`."""
     from jax import lax
 
     if platform == "tpu":
-        return _megablox_outer(one, other, sizes)
+        return _megablox_outer(one, other, groups)
     if platform == "gpu":
-        return _triton_outer(one, other, sizes)
+        return _triton_outer(one, other, groups)
     dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-    return lax.ragged_dot_general(one, other, sizes, dims)
+    return lax.ragged_dot_general(one, other, groups.sizes, dims)
 
 
 # ---- TPU: megablox -------------------------------------------------------------------------------------------------
 
 
-def _megablox_product(rows: Any, matrices: Any, sizes: Any, across: bool, interpret: bool = False) -> Any:
+def _megablox_product(rows: Any, matrices: Any, groups: Groups, across: bool, interpret: bool = False) -> Any:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     made = matrices.shape[2 if across else 1]
     padded = _padded(rows)
     tiling = _megablox_tiling(padded, rows.shape[1], made)
-    found = gmm(padded, matrices, sizes, rows.dtype, tiling, transpose_rhs=not across, interpret=interpret)
+    found = gmm(padded, matrices, groups.sizes, rows.dtype, tiling, transpose_rhs=not across, interpret=interpret)
     return found[: rows.shape[0]]
 
 
-def _megablox_outer(one: Any, other: Any, sizes: Any, interpret: bool = False) -> Any:
+def _megablox_outer(one: Any, other: Any, groups: Groups, interpret: bool = False) -> Any:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     padded = _padded(one)
     tiling = _megablox_tiling(padded, one.shape[1], other.shape[1])
-    return tgmm(padded.T, _padded(other), sizes, one.dtype, tiling, interpret=interpret)
+    return tgmm(padded.T, _padded(other), groups.sizes, one.dtype, tiling, interpret=interpret)
 
 
 def _padded(rows: Any) -> Any:
@@ -111,7 +124,11 @@ def _tiles(sizes: Any, most: int) -> tuple[Any, Any, Any]:
     return group, first.astype(jnp.int32), end.astype(jnp.int32)
 
 
-def _call(kernel: Any, grid: tuple[int, ...], shape: Any, dtype: Any, operands: Any, interpret: bool) -> Any:
+NAMED = re.compile(r"grouped_(?:product|outer)_of_(\d+)")
+"""Names of the Triton kernels, which say `Groups.ways`: XLA and who reads its text cannot see how many rows count."""
+
+
+def _call(kernel: Any, ways: int, grid: tuple[int, ...], shape: Any, dtype: Any, operands: Any, interpret: bool) -> Any:
     import jax
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -122,18 +139,19 @@ def _call(kernel: Any, grid: tuple[int, ...], shape: Any, dtype: Any, operands: 
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
-        name=kernel.func.__name__.strip("_"),
+        name=f"{kernel.func.__name__.strip('_')}_of_{ways}",
     )(*operands)
 
 
-def _triton_product(rows: Any, matrices: Any, sizes: Any, across: bool, interpret: bool = False) -> Any:
+def _triton_product(rows: Any, matrices: Any, groups: Groups, across: bool, interpret: bool = False) -> Any:
     from jax.experimental import pallas as pl
 
     made = matrices.shape[2 if across else 1]
-    most = pl.cdiv(rows.shape[0], _ROWS) + sizes.size
-    operands = (*_tiles(sizes, most), rows, matrices)
+    most = pl.cdiv(rows.shape[0], _ROWS) + groups.sizes.size
+    operands = (*_tiles(groups.sizes, most), rows, matrices)
     kernel = partial(_grouped_product, across=across)
-    return _call(kernel, (most, pl.cdiv(made, _COLUMNS)), (rows.shape[0], made), rows.dtype, operands, interpret)
+    grid, shape = (most, pl.cdiv(made, _COLUMNS)), (rows.shape[0], made)
+    return _call(kernel, groups.ways, grid, shape, rows.dtype, operands, interpret)
 
 
 def _grouped_product(groups: Any, firsts: Any, ends: Any, rows: Any, matrices: Any, out: Any, *, across: bool) -> None:
@@ -166,15 +184,15 @@ def _grouped_product(groups: Any, firsts: Any, ends: Any, rows: Any, matrices: A
         triton.store(out.at[pl.ds(first, _ROWS), columns], total.astype(out.dtype), mask=own & inside[None])
 
 
-def _triton_outer(one: Any, other: Any, sizes: Any, interpret: bool = False) -> Any:
+def _triton_outer(one: Any, other: Any, groups: Groups, interpret: bool = False) -> Any:
     import jax.numpy as jnp
     from jax.experimental import pallas as pl
 
-    ends = jnp.cumsum(sizes)
+    sizes, ends = groups.sizes, jnp.cumsum(groups.sizes)
     shape = (sizes.size, one.shape[1], other.shape[1])
     grid = (sizes.size, pl.cdiv(shape[1], _ROWS), pl.cdiv(shape[2], _COLUMNS))
     operands = ((ends - sizes).astype(jnp.int32), ends.astype(jnp.int32), one, other)
-    return _call(partial(_grouped_outer), grid, shape, one.dtype, operands, interpret)
+    return _call(partial(_grouped_outer), groups.ways, grid, shape, one.dtype, operands, interpret)
 
 
 def _grouped_outer(firsts: Any, ends: Any, one: Any, other: Any, out: Any) -> None:

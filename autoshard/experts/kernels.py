@@ -43,8 +43,8 @@ def lowered(part: Part) -> Kernel:
     def run(*given: Any) -> Any:
         *operands, first = given
         if part.kind == FORWARD:
-            return (experts(part.form, part.platform, operands, first[0]),)
-        return gradient(part.form, part.platform, operands[:-1], operands[-1], first[0])
+            return (experts(part.form, part.platform, operands, first[0], part.shards),)
+        return gradient(part.form, part.platform, operands[:-1], operands[-1], first[0], part.shards)
 
     entry = f"{part.kind}_{hashlib.sha256(repr(part).encode()).hexdigest()[:12]}"
     text = stablehlo_of(run, part.operands, extras, part.shards, part.platform, entry)
@@ -71,9 +71,10 @@ class _Sorted:
         ids: `(t, k)`, of all experts.
         count: of this device's experts.
         first: the number of its first.
+        ways: over how many devices experts are split.
     """
 
-    def __init__(self, ids: Any, count: int, first: Any) -> None:
+    def __init__(self, ids: Any, count: int, first: Any, ways: int) -> None:
         import jax.numpy as jnp
 
         here = ids.reshape(-1) - first
@@ -81,7 +82,7 @@ class _Sorted:
         self.shape = ids.shape
         self.order = jnp.argsort(here, stable=True)
         self.back = jnp.argsort(self.order)
-        self.sizes = (here[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+        self.groups = grouped.Groups((here[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32), ways)
         self.own = (here < count)[:, None]
         self._here = here
 
@@ -112,7 +113,7 @@ class _Sorted:
         """The sum of each expert's rows, `(t * k, n)` -> `(e, n)`, in float32."""
         import jax.numpy as jnp
 
-        count = self.sizes.shape[0]
+        count = self.groups.sizes.shape[0]
         one_hot = self.group[:, None] == jnp.arange(count)
         own = jnp.where((self.group < count)[:, None], rows, 0)
         return jnp.einsum(
@@ -120,7 +121,7 @@ class _Sorted:
         )
 
 
-def experts(form: Form, platform: Platform, operands: Sequence[Any], first: Any = 0) -> Any:
+def experts(form: Form, platform: Platform, operands: Sequence[Any], first: Any = 0, ways: int = 1) -> Any:
     """The sum `(t, d)` over the experts `first` to `first + e - 1`, which this device has, for its own tokens.
 
     Args:
@@ -128,19 +129,22 @@ def experts(form: Form, platform: Platform, operands: Sequence[Any], first: Any 
         platform: whose kernels compute the products.
         operands: as in `form.py`; ids are those of all experts.
         first: number of this device's first expert.
+        ways: over how many devices experts are split.
     """
     import jax.numpy as jnp
 
     x, ids, weights, up, down, *bias = operands
     count, gates, _, features = up.shape
-    by_expert = _Sorted(ids, count, first)
-    wide = grouped.product(by_expert.rows(x), up.reshape(count, -1, features), by_expert.sizes, platform)
+    by_expert = _Sorted(ids, count, first, ways)
+    wide = grouped.product(by_expert.rows(x), up.reshape(count, -1, features), by_expert.groups, platform)
     inner = _gated(form, *jnp.split(by_expert.biased(wide, *bias), gates, 1))
-    made = by_expert.returned(grouped.product(inner, down, by_expert.sizes, platform))
+    made = by_expert.returned(grouped.product(inner, down, by_expert.groups, platform))
     return jnp.einsum("tkd,tk->td", made, weights, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def gradient(form: Form, platform: Platform, operands: Sequence[Any], grad: Any, first: Any = 0) -> tuple[Any, ...]:
+def gradient(
+    form: Form, platform: Platform, operands: Sequence[Any], grad: Any, first: Any = 0, ways: int = 1
+) -> tuple[Any, ...]:
     """The gradients of `x`, `weights`, `up`, `down` and the bias, if there is one, by that of the sum, `(t, d)`.
 
     Hidden features are computed again. The gradient of a row's weight is a product of hidden features too.
@@ -152,17 +156,17 @@ def gradient(form: Form, platform: Platform, operands: Sequence[Any], grad: Any,
     x, grad = jax.lax.optimization_barrier((x, grad))  # else XLA would keep the forward pass's hidden features instead
     count, gates, _, features = up.shape
     flat = up.reshape(count, -1, features)
-    by_expert = _Sorted(ids, count, first)
+    by_expert = _Sorted(ids, count, first, ways)
     rows, back = by_expert.rows(x), by_expert.rows(grad)
-    wide = by_expert.biased(grouped.product(rows, flat, by_expert.sizes, platform), *bias)
+    wide = by_expert.biased(grouped.product(rows, flat, by_expert.groups, platform), *bias)
     inner, gated_back = jax.vjp(partial(_gated, form), *jnp.split(wide, gates, 1))
-    slope = grouped.product(back, down, by_expert.sizes, platform, across=True)
+    slope = grouped.product(back, down, by_expert.groups, platform, across=True)
     of_weights = (inner.astype(jnp.float32) * slope).sum(1, keepdims=True)
     weight = weights.reshape(-1)[by_expert.order][:, None]
     of_wide = jnp.concatenate(gated_back((slope * weight).astype(inner.dtype)), 1)
-    of_rows = grouped.product(of_wide, flat, by_expert.sizes, platform, across=True)
-    of_up = grouped.outer(of_wide, rows, by_expert.sizes, platform).reshape(up.shape)
-    of_down = grouped.outer(back, (inner * weight).astype(inner.dtype), by_expert.sizes, platform)
+    of_rows = grouped.product(of_wide, flat, by_expert.groups, platform, across=True)
+    of_up = grouped.outer(of_wide, rows, by_expert.groups, platform).reshape(up.shape)
+    of_down = grouped.outer(back, (inner * weight).astype(inner.dtype), by_expert.groups, platform)
     of_x = by_expert.returned(of_rows).sum(1, dtype=jnp.float32).astype(x.dtype)
     of_routing = by_expert.returned(of_weights)[..., 0].astype(weights.dtype)
     made: tuple[Any, ...] = (of_x, of_routing, of_up, of_down)

@@ -12,6 +12,7 @@ from autoshard.attention.form import Form
 from autoshard.cost.machine.compute import taps_on_input
 from autoshard.cost.machine.cycles import Done
 from autoshard.dtypes import DTYPES
+from autoshard.experts.grouped import NAMED
 from autoshard.verify.hlo_text import ArrayShape, Computation, Instruction, Module, aten_index, parse_hlo
 from autoshard.verify.registers import registers
 from autoshard.verify.targets import Family
@@ -435,7 +436,8 @@ def _library_flops(computation: Computation, instruction: Instruction) -> tuple[
         return _wider(shapes), 2.0 * instruction.shapes[0].elements * math.prod(shapes[0].dims[dim] for dim in dims)
     matrices = [one for one in shapes if len(one.dims) > 1]
     if target == _TRITON and matrices:
-        return _wider(matrices), _grouped_flops(instruction.shapes[0], matrices)
+        ways = NAMED.search(instruction.rest)
+        return _wider(matrices), _grouped_flops(instruction.shapes[0], matrices) / (int(ways[1]) if ways else 1)
     if target.startswith(_FUSED_ATTENTION):
         return _wider(shapes), fused_attention(instruction, shapes).flops
     if target.startswith("__cudnn$conv") and len(shapes) > 1:

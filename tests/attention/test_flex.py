@@ -132,7 +132,7 @@ def test_what_cannot_be_traced_is_said() -> None:
     def decides(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return q >= kv if bool(q > 3) else q < kv
 
-    with pytest.raises(CaptureError, match="flex_attention's .*decides cannot be captured"):
+    with pytest.raises(CaptureError, match=r"flex_attention's .*decides cannot be captured"):
         autoshard.capture(Net(lambda *_: (None, decides, None)), inputs(), train=False, frontend="torchax")
 
 

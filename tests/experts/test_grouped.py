@@ -13,22 +13,22 @@ SIZES = {"uneven": (130, 0, 100), "one": (0, 300, 0), "none": (0, 0, 0)}
 def given(request):
     generator = np.random.default_rng(0)
     made = [generator.standard_normal(shape, np.float32) for shape in ((ROWS, K), (GROUPS, N, K), (ROWS, N))]
-    return *made, np.array(SIZES[request.param], np.int32)
+    return *made, grouped.Groups(np.array(SIZES[request.param], np.int32))
 
 
 @pytest.mark.parametrize("kernel", [grouped._megablox_product, grouped._triton_product])
 @pytest.mark.parametrize("across", [False, True])
 def test_rows_times_the_matrix_of_their_group(given, kernel, across):
-    rows, matrices, wide, sizes = given
+    rows, matrices, wide, groups = given
     read = wide if across else rows
-    found = kernel(read, matrices, sizes, across, interpret=True)
-    expected = grouped.product(read, matrices, sizes, "cpu", across=across)
-    used = int(sizes.sum())
+    found = kernel(read, matrices, groups, across, interpret=True)
+    expected = grouped.product(read, matrices, groups, "cpu", across=across)
+    used = int(groups.sizes.sum())
     np.testing.assert_allclose(found[:used], expected[:used], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kernel", [grouped._megablox_outer, grouped._triton_outer])
 def test_sums_of_outer_products_per_group(given, kernel):
-    rows, _, wide, sizes = given
-    found = kernel(wide, rows, sizes, interpret=True)
-    np.testing.assert_allclose(found, grouped.outer(wide, rows, sizes, "cpu"), rtol=1e-3, atol=1e-3)
+    rows, _, wide, groups = given
+    found = kernel(wide, rows, groups, interpret=True)
+    np.testing.assert_allclose(found, grouped.outer(wide, rows, groups, "cpu"), rtol=1e-3, atol=1e-3)

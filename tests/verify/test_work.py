@@ -72,7 +72,10 @@ def test_cublas_calls_are_dots():
     ],
 )
 def test_a_grouped_product_in_a_triton_kernel(result, operands, flops):
-    assert one(f'{result} custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton"').flops == flops
+    call = f'{result} custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton"'
+    assert one(call).flops == flops
+    split = f'{call}, metadata={{op_name="grouped_product_of_2"}}'  # every other row is of another device's expert
+    assert one(split).flops == {dtype: count / 2 for dtype, count in flops.items()}
 
 
 def test_a_tpus_kernel_of_attention_holds_a_product():

@@ -116,7 +116,7 @@ def as_one_op(
 def _kept(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """The attention as one op and its log-sum-exps, or why no kernel computes it; empty of shapes that are no attention's."""
+    """The attention as one op and its log-sum-exps, or why no kernel computes it; empty of other shapes."""
     if query.dim() not in (3, 4) or query.dim() != key.dim() or key.shape[:-1] != value.shape[:-1]:
         return ""
     why = _why_written_out(query, key, asked)

@@ -31,7 +31,7 @@ _DOCUMENTS = 3
 
 @contextlib.contextmanager
 def flex_traced() -> Iterator[None]:
-    """Have calls of `flex_attention` and `create_block_mask` on the capture device captured; blocks are not looked at."""
+    """Have `flex_attention` and `create_block_mask` captured; blocks are not looked at."""
     library: Any = sys.modules.get("torch.nn.attention.flex_attention")
     if library is None:
         yield
@@ -250,7 +250,8 @@ class _Mods:
 
         def trace() -> tuple[list[torch.Tensor], Any]:
             with FakeTensorMode():
-                given = [*(torch.empty(each.shape, dtype=each.dtype) for each in scores), *map(torch.arange, self.sizes)]
+                given = [torch.empty(each.shape, dtype=each.dtype) for each in scores]
+                given += map(torch.arange, self.sizes)
                 self._of_all(mod, given, lift)  # to see what it closes over
                 closed, made = zip(*lift.seen.values(), strict=True) if lift.seen else ((), ())
 

@@ -46,6 +46,7 @@ from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.frontends.switches.checkpoints import recomputed
 from autoshard.frontends.switches.dots import conv1d
 from autoshard.frontends.switches.experts import experts_traced
+from autoshard.frontends.switches.flex import flex_traced
 from autoshard.frontends.switches.handlers import (
     ATTENTION,
     EXPERTS,
@@ -57,7 +58,6 @@ from autoshard.frontends.switches.handlers import (
     on_xla,
     replaces,
 )
-from autoshard.frontends.switches.flex import flex_traced
 from autoshard.frontends.switches.loops import unrolled
 from autoshard.frontends.switches.remat import recomputing
 from autoshard.frontends.switches.transformers_library import transformers_traced
