@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from benchmarks.zoo_entry import BATCH, SEQ, WIDTH, classes, entry, floats, tokens
 from benchmarks.zoo_hf import build
@@ -143,3 +144,54 @@ def splash_attention_of_torch_xla() -> Any:
         return made
 
     return attending(attend, kv_heads=2)
+
+
+@entry
+def flex_attention_with_sinks() -> Any:
+    """Of packed documents; results are scaled by the share of the weights that a learned sink leaves."""
+
+    class Sinks(Attending):
+        def __init__(self) -> None:
+            super().__init__(self.attended)
+            self.sinks = nn.Parameter(floats(HEADS))
+
+        def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            share = self.sinks[:, None]
+            if q.device.type != "xla":
+                scores = (q @ k.mT * 0.25).masked_fill(~near(q, SEQ), float("-inf"))
+                lse = scores.logsumexp(-1)
+                return (scores.softmax(-1) @ v) * torch.sigmoid(lse - share)[..., None]
+            of = documents(q.device)
+
+            def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+                return (i >= j) & (of[b, i] == of[b, j])
+
+            mask = create_block_mask(seen, BATCH, None, SEQ, SEQ, device=q.device)
+            made, aux = flex_attention(q, k, v, block_mask=mask, scale=0.25, return_aux=AuxRequest(lse=True))
+            scaled: Tensor = made * torch.sigmoid(aux.lse - share)[..., None]
+            return scaled
+
+    return Sinks(), (floats(BATCH, SEQ, WIDTH), classes()), None
+
+
+@entry
+def flex_attention_with_slopes() -> Any:
+    """Scores less a learned multiple of the distance, grouped queries."""
+
+    class Slopes(Attending):
+        def __init__(self) -> None:
+            super().__init__(self.attended, kv_heads=2)
+            self.slopes = nn.Parameter(floats(HEADS))
+
+        def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if q.device.type != "xla":
+                apart = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+                bias = (-self.slopes[:, None, None] * apart).masked_fill(apart < 0, float("-inf"))
+                return F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, SEQ, SEQ, device=q.device)
+            made: Tensor = flex_attention(
+                q, k, v, lambda score, b, h, i, j: score - self.slopes[h] * (i - j), mask, enable_gqa=True
+            )
+            return made
+
+    return Slopes(), (floats(BATCH, SEQ, WIDTH), classes()), None
