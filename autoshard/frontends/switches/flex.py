@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from autoshard.errors import CaptureError
 from autoshard.frontends.switches import attention
@@ -43,10 +43,6 @@ def flex_traced() -> Iterator[None]:
     own = {name: getattr(library, name) for name in names}
     asked: list[torch.device] = []
 
-    def placed(blocks: Any, device: torch.device) -> Any:
-        like = blocks.as_tuple(flatten=False)
-        return library.BlockMask(*tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x, device=device), like))
-
     def create_mask(mod: Any, batch: Any, heads: Any, queries: int, keys: int, device: Any = "cuda") -> Any:
         device = torch.device(device)
         if device.type != current().type and (device.type != "cuda" or torch.cuda.is_available()):
@@ -56,11 +52,11 @@ def flex_traced() -> Iterator[None]:
 
     def sparse(*given: Any) -> Any:
         made = own["_create_sparse_block_from_block_mask"](*given)
-        return placed(made, asked.pop()) if asked else made
+        return made.to(asked.pop()) if asked else made
 
     def empty(query: torch.Tensor, key: torch.Tensor) -> Any:
         made = own["_create_empty_block_mask"](torch.empty(0) if is_xla(query) else query, key)
-        return placed(made, query.device) if is_xla(query) else made
+        return made.to(query.device) if is_xla(query) else made
 
     def validate(query: torch.Tensor, *given: Any) -> None:
         if not is_xla(query):
