@@ -35,6 +35,7 @@ class Form(BaseForm):
         causal: query i attends to keys 0 to i.
         window: query i attends to keys after i - window (and before i + window unless causal); None for all.
         bias, segments: whether these operands are present.
+        soft_cap: scores s are `soft_cap * tanh(s / soft_cap)` before they are masked.
     """
 
     scale: float
@@ -42,6 +43,7 @@ class Form(BaseForm):
     window: int | None = None
     bias: bool = False
     segments: bool = False
+    soft_cap: float | None = None
 
     @property
     def operands(self) -> int:

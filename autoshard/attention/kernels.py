@@ -72,6 +72,8 @@ def kernel_name(part: Part) -> tuple[str, str]:
         most = 128 if part.device.startswith(("a100", "v100")) else 256
         if dtype not in ("f16", "bf16"):
             return "", f"cuDNN's attention has no {dtype}"
+        if form.soft_cap is not None:
+            return "", "cuDNN's attention has no soft cap of the scores"
         if form.segments:
             return "", "segments are not translated for cuDNN's attention"
         if form.window is not None and (not form.causal or part.shards > 1):
@@ -145,7 +147,9 @@ def _written_out(part: Part) -> tuple[Function, Extras]:
     extras: Extras = ((np.arange(part.queries, dtype=np.int32), 0),) if masks_rows else ()
 
     def scores(q: Any, k: Any, bias: Any, segments: Any, rows: Any) -> Any:
-        found = jnp.einsum("bkgsd,bktd->bkgst", q * form.scale, k)
+        found = capped = jnp.einsum("bkgsd,bktd->bkgst", q * form.scale, k)
+        if form.soft_cap is not None:
+            found = capped = form.soft_cap * jnp.tanh(capped / form.soft_cap)
         allowed = None
         if masks_rows:
             apart = rows[:, None] - jnp.arange(k.shape[2], dtype=jnp.int32)
@@ -156,14 +160,14 @@ def _written_out(part: Part) -> tuple[Function, Extras]:
             own = segments[0][:, None, None, :, None] == segments[1][:, None, None, None, :]
             allowed = own if allowed is None else allowed & own
         found = found if allowed is None else jnp.where(allowed, found, -jnp.inf)
-        return found if bias is None else found + bias
+        return found if bias is None else found + bias, capped
 
     def run(*given: Any) -> Sequence[Any]:
         operands, rows = given[: len(part.operands)], given[-1]
         q, k, v, bias, segments, out, lse, grad = _split(part, operands)
         wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
         wq, wk, wv = (each.astype(wide) for each in (q, k, v))
-        found = scores(wq, wk, None if bias is None else bias.astype(wide), segments, rows)
+        found, capped = scores(wq, wk, None if bias is None else bias.astype(wide), segments, rows)
         if part.kind == FORWARD:
             highest = found.max(-1, keepdims=True)
             highest = jnp.where(highest == -jnp.inf, 0.0, highest)
@@ -176,6 +180,8 @@ def _written_out(part: Part) -> tuple[Function, Extras]:
         grad, out = grad.astype(wide), out.astype(wide)
         delta = (grad * out).sum(-1, keepdims=True)
         slopes = weights * (jnp.einsum("bkgse,bkte->bkgst", grad, wv) - delta) * form.scale
+        if form.soft_cap is not None:
+            slopes = slopes * (1 - (capped / form.soft_cap) ** 2)
         dq = jnp.einsum("bkgst,bktd->bkgsd", slopes, wk)
         dk = jnp.einsum("bkgst,bkgsd->bktd", slopes, wq)
         dv = jnp.einsum("bkgst,bkgse->bkte", weights, grad)
@@ -213,7 +219,7 @@ def _splash(part: Part, interpret: bool = False) -> tuple[Function, Extras]:
     with jax.ensure_compile_time_eval():
         made = splash.make_splash_mha(
             masks.MultiHeadMask([mask] * (kv_heads * group)), head_shards=1, q_seq_shards=split,
-            block_sizes=blocks, interpret=interpret,
+            block_sizes=blocks, interpret=interpret, attn_logits_soft_cap=form.soft_cap,
         )  # fmt: skip
     leaves, structure = jax.tree.flatten(made)
     dims = _query_dims(made)
@@ -257,7 +263,7 @@ def _splash(part: Part, interpret: bool = False) -> tuple[Function, Extras]:
             saved = (q, k, v, ids, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
             found = splash._splash_attention_bwd(
                 False, static["mask_value"], static["is_mqa"], static["block_sizes"], None, static["mask_function"],
-                None, interpret, saved, grad,
+                form.soft_cap, interpret, saved, grad,
             )  # fmt: skip
             return found[3:6]
 

@@ -207,6 +207,16 @@ OF_LIBRARY: dict[str, tuple[dict[str, int], list[Form]]] = {
         {"num_local_experts": 4, "sliding_window": 100, "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 16},
         [Form(0.25, causal=True, window=100), Form(0.25, causal=True)],
     ),
+    "gemma2": (
+        {
+            "sliding_window": 100,
+            "vocab_size": 64,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+        },
+        [Form(0.25, causal=True, window=100, soft_cap=50.0), Form(0.25, causal=True, soft_cap=50.0)],
+    ),
     "modernbert": (
         {"local_attention": 100, "vocab_size": 64, "cls_token_id": 1, "sep_token_id": 2},
         [Form(0.25), Form(0.25, window=51)],
@@ -221,8 +231,8 @@ def summed(output):
 
 @pytest.mark.parametrize("kind", OF_LIBRARY)
 @pytest.mark.parametrize("frontend", FRONTENDS)
-def test_sinks_and_windows_to_both_sides_are_one_op(kind, frontend):
-    """Sinks have no function of PyTorch's: they were written out, as such windows were."""
+def test_sinks_soft_caps_and_windows_to_both_sides_are_one_op(kind, frontend):
+    """PyTorch has no function with sinks or caps: they were written out, as such windows were."""
     pytest.importorskip("transformers")
     own, forms = OF_LIBRARY[kind]
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4} | own

@@ -85,7 +85,14 @@ BODIES: dict[str, tuple[Any, list[Form]]] = {
     "near": (lambda *_: (lambda score, *_: score, near, None), [Form(0.25, window=WINDOW)]),
     "all": (lambda *_: (None, None, None), [Form(0.25)]),
     "documents": (documents, [Form(0.25, causal=True, segments=True)]),
-    "soft cap": (lambda *_: (lambda score, *_: 2 * torch.tanh(score / 2), causal, None), []),
+    "soft cap": (
+        lambda *_: (lambda score, *_: 2 * torch.tanh(score / 2), causal, None),
+        [Form(0.25, causal=True, soft_cap=2.0)],
+    ),
+    "capped later": (
+        lambda *_: (lambda score, b, h, q, kv: torch.where(q - kv > 200, score.tanh(), score), causal, None),
+        [],
+    ),
     "by head": (lambda *_: (None, by_head, None), []),
     "alibi": (alibi, []),
     "picked": (picked, []),

@@ -48,7 +48,11 @@ def reference(q, k, v, form: Form, bias=None, segments=None):
     mask = mask if bias is None else mask + bias
     if segments is not None:
         mask = mask.masked_fill((segments[0].unsqueeze(2) != segments[1].unsqueeze(1))[:, None, None], -math.inf)
-    out = functional.scaled_dot_product_attention(q, k.unsqueeze(2), v.unsqueeze(2), mask, scale=form.scale)
+    if form.soft_cap is None:
+        out = functional.scaled_dot_product_attention(q, k.unsqueeze(2), v.unsqueeze(2), mask, scale=form.scale)
+    else:
+        capped = form.soft_cap * torch.tanh(q @ k.unsqueeze(2).mT * form.scale / form.soft_cap)
+        out = (capped + mask).softmax(-1) @ v.unsqueeze(2)
     grad = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
     return out.detach(), grad, torch.autograd.grad(out, (q, k, v), grad)
 
@@ -61,16 +65,16 @@ def tensors(batch=1, kv_heads=2, group=2, queries=8, keys=8, features=4, values=
 @settings(deadline=None)
 @given(
     st.booleans(), st.sampled_from((None, 1, 3)), st.booleans(), st.booleans(), SIZES, SIZES,
-    st.sampled_from(((8, 8), (4, 8), (8, 4))),
+    st.sampled_from(((8, 8), (4, 8), (8, 4))), st.sampled_from((None, 0.5)),
 )  # fmt: skip
-def test_written_out_as_pytorch_computes_it(causal, window, biased, packed, batch, group, lengths):
+def test_written_out_as_pytorch_computes_it(causal, window, biased, packed, batch, group, lengths, soft_cap):
     queries, keys = lengths
     # A query that attends to nothing is NaN in PyTorch.
     window = None if queries > keys else window
     packed = packed and queries == keys
     torch.manual_seed(0)
     q, k, v = tensors(batch, 2, group, queries, keys, 4, 3)
-    form = Form(0.3, causal, window, biased, packed)
+    form = Form(0.3, causal, window, biased, packed, soft_cap)
     bias = torch.randn(batch, 1, 1, queries, keys) if biased else None
     ids = torch.arange(queries, dtype=torch.int32).expand(batch, -1) // 4
     segments = (ids, ids) if packed else None
@@ -88,10 +92,11 @@ def test_written_out_as_pytorch_computes_it(causal, window, biased, packed, batc
     torch.testing.assert_close(torch_made, out, rtol=2e-5, atol=2e-5)
 
 
-def test_the_torch_ops_differentiate_as_pytorch_does():
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+def test_the_torch_ops_differentiate_as_pytorch_does(soft_cap):
     torch.manual_seed(0)
     q, k, v = tensors()
-    form = Form(0.5, causal=True)
+    form = Form(0.5, causal=True, soft_cap=soft_cap)
     _, grad, wanted = reference(q, k, v, form)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     found = torch.autograd.grad(ops.attention(*leaves, form)[0], leaves, grad)
@@ -99,11 +104,11 @@ def test_the_torch_ops_differentiate_as_pytorch_does():
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 96), (False, 200)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_splash_attention_computes_each_part_of_split_queries(causal, window, packed):
+@pytest.mark.parametrize(("packed", "soft_cap"), [(False, None), (True, None), (False, 2.0)])
+def test_splash_attention_computes_each_part_of_split_queries(causal, window, packed, soft_cap):
     torch.manual_seed(0)
     q, k, v = tensors(1, 1, 2, 512, 512, 64, 64)
-    form, shards = Form(0.25, causal, window, segments=packed), 2
+    form, shards = Form(0.25, causal, window, segments=packed, soft_cap=soft_cap), 2
     ids = torch.arange(512, dtype=torch.int32).unsqueeze(0) // 200
     segments = (ids, ids) if packed else None
     out, grad, gradients = reference(q, k, v, form, None, segments)
@@ -159,6 +164,7 @@ def test_splash_attention_pads_what_is_no_multiple_of_its_blocks(causal, queries
         (Form(1.0), "bf16", "gpu", "a100", 256, 256, "in multiples of 8 up to 128, not 256"),
         (Form(1.0), "bf16", "gpu", "h100", 256, 36, "in multiples of 8 up to 256, not 36"),
         (Form(1.0, segments=True), "bf16", "gpu", "h100", 256, 64, "segments are not translated"),
+        (Form(1.0, soft_cap=9.0), "bf16", "gpu", "h100", 256, 64, "no soft cap"),
         (Form(1.0, window=9), "bf16", "gpu", "h100", 256, 64, "causal windows only"),
         (Form(1.0), "bf16", "cpu", "cpu", 256, 64, "no fused kernel for CPUs"),
     ],

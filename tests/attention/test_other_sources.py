@@ -77,8 +77,11 @@ def test_what_cannot_be_captured_is_said():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return splash_attention(x, x, x, splash_config(), attn_logits_soft_cap=30.0)
 
+    program = capture_of("torch_xla")(Capped(), inputs()[:1], train=False, switches=switches_for("tpu-v5e"))
+    (op,) = (op for op in build_graph(program).ops if op.kind == FORWARD)
+    assert Form.of(op.attrs).soft_cap == 30.0
     with pytest.raises(CaptureError, match="attn_logits_soft_cap"):
-        capture_of("torch_xla")(Capped(), inputs()[:1], train=False, switches=switches_for("tpu-v5e"))
+        capture_of("torch_xla")(Capped(), inputs()[:1], train=False, switches=switches_for("h100"))
 
 
 @pytest.mark.parametrize(

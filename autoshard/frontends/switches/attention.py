@@ -83,6 +83,7 @@ class Asked:
         bias: added to the scores, or true where they count.
         grouped: whether several query heads may share one of keys.
         sinks: per query head the score of one more key, whose value is 0.
+        soft_cap: as `Form.soft_cap`.
     """
 
     causal: bool
@@ -93,6 +94,7 @@ class Asked:
     dropout: float = 0.0
     grouped: bool = False
     sinks: torch.Tensor | None = None
+    soft_cap: float | None = None
 
 
 def as_one_op(
@@ -123,7 +125,7 @@ def _kept(
     if why:
         return why
     scale = 1 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
-    form = Form(scale, asked.causal, asked.window, asked.bias is not None, asked.segments is not None)
+    form = Form(scale, asked.causal, asked.window, asked.bias is not None, asked.segments is not None, asked.soft_cap)
     types = _types(query, key, value, asked)
     platform, kind = _kinds[-1]
     why = kernel_name(Part(FORWARD, form, types, query.shape[-2], 1, platform, kind))[1]
@@ -156,7 +158,7 @@ def _types(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: A
 
 @contextlib.contextmanager
 def of_transformers() -> Iterator[None]:
-    """Have attentions with sinks of transformers, which PyTorch's own function has not, captured as one op."""
+    """Have attentions of transformers with sinks or soft caps, which PyTorch itself lacks, captured as one op."""
     library: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     if library is None:
         yield
@@ -165,7 +167,7 @@ def of_transformers() -> Iterator[None]:
 
     def get_interface(table: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         found: Callable[..., Any] = own(table, name, default)
-        return partial(_with_sinks, found) if found is default else found
+        return partial(_of_transformers, found) if found is default else found
 
     library.get_interface = get_interface
     try:
@@ -174,7 +176,7 @@ def of_transformers() -> Iterator[None]:
         library.get_interface = own
 
 
-def _with_sinks(
+def _of_transformers(
     written_out: Callable[..., Any],
     module: Any,
     query: torch.Tensor,
@@ -184,16 +186,16 @@ def _with_sinks(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """An attention of transformers, `written_out` where it has no sinks or no kernel computes it."""
-    sinks = options.get("s_aux")
-    if sinks is not None and not rest and is_xla(query):
+    """An attention of transformers, `written_out` where it has neither, or no kernel computes it."""
+    sinks, soft_cap = options.get("s_aux"), options.get("softcap")
+    if (sinks is not None or soft_cap is not None) and not rest and is_xla(query):
         causal, window, segments = masked_as(mask) or (False, None, None)
         bias = mask if masked_as(mask) is None else None
         documents = None if segments is None else (segments, segments)
         scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
-        ways = [Asked(causal, scale, window, documents, bias, dropout, True, sinks)]
+        ways = [Asked(causal, scale, window, documents, bias, dropout, True, sinks, soft_cap)]
         if mask is not bias:
-            ways.append(Asked(False, scale, None, None, mask, dropout, True, sinks))
+            ways.append(Asked(False, scale, None, None, mask, dropout, True, sinks, soft_cap))
         kept = as_one_op(query, key, value, ways)
         if kept is not None:
             return kept[0].transpose(1, 2).contiguous(), None
@@ -249,12 +251,10 @@ def _splash_attention(
     soft_cap: float | None,
 ) -> Any:
     """torch_xla's, whose scores are not scaled; windows are of so many tokens to both sides, and the token itself."""
-    if soft_cap is not None:
-        raise CaptureError("splash_attention(attn_logits_soft_cap=…) cannot be captured: write the attention out")
     asked = json.loads(config)
     window = asked["slide_window_size"] + 1 if asked["attentiontype_local_sliding"] else None
     documents = None if segments is None else (segments, segments)
-    return _masked(query, key, value, Asked(causal, 1.0, window, documents, grouped=True))
+    return _masked(query, key, value, Asked(causal, 1.0, window, documents, grouped=True, soft_cap=soft_cap))
 
 
 def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked) -> Any:
@@ -262,6 +262,10 @@ def _masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: 
     kept = as_one_op(query, key, value, [asked]) if _kinds else None
     if kept is not None:
         return kept[0]
+    if asked.soft_cap is not None:
+        raise CaptureError(
+            "splash_attention(attn_logits_soft_cap=…) cannot be captured for this device: write the attention out"
+        )
     rows = torch.arange(query.shape[2], device=query.device).unsqueeze(1)
     columns = torch.arange(key.shape[2], device=query.device)
     allowed = [columns <= rows] if asked.causal else []

@@ -25,6 +25,8 @@ from autoshard.frontends.switches.handlers import ATTENTION, note
 from autoshard.frontends.switches.windows import Window, sampled, window_of
 from autoshard.frontends.tracing.device import current, is_xla, tensor_id
 
+_LARGE = 1e9
+"""A score beyond every soft cap."""
 _DOCUMENTS = 3
 """How many documents there are in the random segments that a mask is tried with."""
 
@@ -96,12 +98,13 @@ def _flex(
     mods = _Mods(library, (*query.shape[:3], key.shape[2]), query.device)
     mask_mod = block_mask[-1]
     if attention.kernels():
-        if not mods.keeps(score_mod):
+        known, soft_cap = mods.scores(score_mod)
+        if not known:
             note(ATTENTION, "its score_mod changes the scores")
         elif (options or {}).get("OUTPUT_MAX"):
             note(ATTENTION, "its highest scores are asked for")
         else:
-            kept = attention.as_one_op(query, key, value, _ways(mods, mask_mod, scale))
+            kept = attention.as_one_op(query, key, value, _ways(mods, mask_mod, scale, soft_cap))
             if kept is not None:
                 out, lse = kept
                 return out, lse / math.log(2), lse.new_empty(0)
@@ -115,15 +118,15 @@ def _flex(
     return out, lse / math.log(2), highest / math.log(2)
 
 
-def _ways(mods: _Mods, mask_mod: Any, scale: float) -> Iterator[attention.Asked]:
+def _ways(mods: _Mods, mask_mod: Any, scale: float, soft_cap: float | None) -> Iterator[attention.Asked]:
     """The attention with its mask as a window and documents, if it is that, and with the mask as it is."""
     found = mods.described(mask_mod)
     if found is not None:
         window, segments = found
         documents = None if segments is None else (segments, segments)
-        yield attention.Asked(window.causal, scale, window.window, documents, grouped=True)
+        yield attention.Asked(window.causal, scale, window.window, documents, grouped=True, soft_cap=soft_cap)
     if found is None or found != (Window(False, None), None):
-        yield attention.Asked(False, scale, bias=mods.applied(mask_mod), grouped=True)
+        yield attention.Asked(False, scale, bias=mods.applied(mask_mod), grouped=True, soft_cap=soft_cap)
 
 
 class _Lift(TorchFunctionMode):  # type: ignore[misc]
@@ -167,14 +170,21 @@ class _Mods:
     def __init__(self, library: Any, sizes: Sequence[int], device: torch.device) -> None:
         self.library, self.sizes, self.device = library, tuple(sizes), device
 
-    def keeps(self, score_mod: Any) -> bool:
-        """Whether a `score_mod` leaves every score as it is."""
+    def scores(self, score_mod: Any) -> tuple[bool, float | None]:
+        """Whether a `score_mod` does no more than cap scores as `Form.soft_cap` says, and that cap."""
         if score_mod is self.library._identity:
-            return True
+            return True, None
         rows, columns = sampled(*self.sizes[2:])[:, 0], torch.arange(self.sizes[3])
         scores, lift = torch.randn(1, 1, len(rows), len(columns)), _Lift(_zeros)
+        scores = scores * torch.logspace(-2, 3, len(columns))[torch.randperm(len(columns))]
         found = [self._probed(score_mod, (scores,), (*ends, rows, columns), lift) for ends in self._ends()]
-        return not lift.seen and all(each is not None and torch.equal(each, scores) for each in found)
+        most = self._probed(score_mod, (torch.full((1, 1, 1, 1), _LARGE),), (0, 0, rows[:1], columns[:1]), lift)
+        if lift.seen or most is None or any(each is None for each in found):
+            return False, None
+        if all(torch.equal(each, scores) for each in found):
+            return True, None
+        cap = float(most)
+        return 0 < cap < _LARGE and all(torch.allclose(each, cap * torch.tanh(scores / cap)) for each in found), cap
 
     def described(self, mask_mod: Any) -> tuple[Window, torch.Tensor | None] | None:
         """A mask as a window inside documents, `(batch, tokens)`; None of other masks."""

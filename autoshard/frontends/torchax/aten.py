@@ -585,8 +585,8 @@ def _attention_grad(out: Types, q: Any, k: Any, v: Any, made: Any, lse: Any, gra
 
 def _attention_call(kind: str, out: Types, first: Sequence[Any], last: Sequence[Any], masked: Sequence[Any]) -> Any:
     """The custom call of an attention (`attention/form.py`)."""
-    *masks, causal, window, scale = masked
-    form = Form(scale, causal, window, masks[0] is not None, masks[1] is not None)
+    *masks, causal, window, scale, soft_cap = masked
+    form = Form(scale, causal, window, masks[0] is not None, masks[1] is not None, soft_cap)
     return _call(kind, out, form.text(), (*first, *(each for each in masks if each is not None), *last))
 
 

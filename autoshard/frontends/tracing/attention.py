@@ -16,7 +16,9 @@ from autoshard.frontends.tracing.regions import executed, library, meta
 
 _FEATURES = 8
 """Features of values come in multiples of this on GPUs."""
-_MASKED = "Tensor? bias, Tensor? q_segments, Tensor? kv_segments, bool causal, int? window, float scale"
+_MASKED = (
+    "Tensor? bias, Tensor? q_segments, Tensor? kv_segments, bool causal, int? window, float scale, float? soft_cap"
+)
 library.define(f"attention(Tensor q, Tensor k, Tensor v, {_MASKED}) -> (Tensor, Tensor)")
 library.define(
     f"attention_grad(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad, {_MASKED})"
@@ -40,7 +42,7 @@ def attention(
             over that key too, and has no gradient.
     """
     q_segments, kv_segments = segments or (None, None)
-    masked = (bias, q_segments, kv_segments, form.causal, form.window, form.scale)
+    masked = (bias, q_segments, kv_segments, form.causal, form.window, form.scale, form.soft_cap)
     if sinks is not None:
         made: tuple[torch.Tensor, torch.Tensor] = _WithSinks.apply(q, k, v, sinks, *masked)
         return made
@@ -48,19 +50,12 @@ def attention(
     return out, lse
 
 
-def scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    bias: torch.Tensor | None,
-    q_segments: torch.Tensor | None,
-    kv_segments: torch.Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> torch.Tensor:
-    """Scaled and masked scores, f32 or f64: `(batch, kv heads, group, queries, keys)`."""
+def scores(q: torch.Tensor, k: torch.Tensor, *masked: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masked scores, f32 or f64, `(batch, kv heads, group, queries, keys)`, and those before they are masked."""
+    bias, q_segments, kv_segments, causal, window, scale, soft_cap = masked
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     found = torch.einsum("bkgsd,bktd->bkgst", q.to(wide) * scale, k.to(wide))
+    capped = found = found if soft_cap is None else soft_cap * torch.tanh(found / soft_cap)
     rows = torch.arange(q.shape[3], device=q.device).unsqueeze(1)
     columns = torch.arange(k.shape[2], device=q.device)
     if causal:
@@ -72,11 +67,11 @@ def scores(
     if q_segments is not None and kv_segments is not None:
         other = q_segments[:, None, None, :, None] != kv_segments[:, None, None, None, :]
         found = found.masked_fill(other, float("-inf"))
-    return found if bias is None else found + bias.to(wide)
+    return found if bias is None else found + bias.to(wide), capped
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masked: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    found = scores(q, k, *masked)
+    found, _ = scores(q, k, *masked)
     lse = torch.logsumexp(found, -1)
     out = torch.einsum("bkgst,bkte->bkgse", torch.exp(found - _finite(lse)[..., None]), v.to(found.dtype))
     return out.to(q.dtype), lse.to(torch.float32)
@@ -91,12 +86,14 @@ def _attention_grad(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor,
     *masked: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    found = scores(q, k, *masked)
-    wide, scale = found.dtype, masked[-1]
+    found, capped = scores(q, k, *masked)
+    wide, (scale, soft_cap) = found.dtype, masked[-2:]
     weights = torch.exp(found - _finite(lse.to(wide))[..., None])
     grad, q_wide, k_wide = grad.to(wide), q.to(wide), k.to(wide)
     delta = (grad * out.to(wide)).sum(-1, keepdim=True)
     slopes = weights * (torch.einsum("bkgse,bkte->bkgst", grad, v.to(wide)) - delta) * scale
+    if soft_cap is not None:
+        slopes = slopes * (1 - (capped / soft_cap).square())
     dq = torch.einsum("bkgst,bktd->bkgsd", slopes, k_wide)
     dk = torch.einsum("bkgst,bkgsd->bktd", slopes, q_wide)
     dv = torch.einsum("bkgst,bkgse->bkte", weights, grad)
@@ -124,7 +121,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             out = F.pad(F.pad(out, (0, 1), value=1.0), (0, _FEATURES - 1))
             grad = F.pad(torch.cat([grad, -of_lse[..., None].to(grad.dtype)], -1), (0, _FEATURES - 1))
         dq, dk, dv = torch.ops.autoshard.attention_grad(q, k, v, out, lse, grad, *masks, *ctx.options)
-        return dq, dk, dv[..., :values], None, None, None, None, None, None
+        return dq, dk, dv[..., :values], *[None] * 7
 
 
 class _WithSinks(torch.autograd.Function):  # type: ignore[misc]
@@ -150,7 +147,7 @@ class _WithSinks(torch.autograd.Function):  # type: ignore[misc]
         of_keys = torch.ops.autoshard.attention_grad(q, k, v, made, total, grad, *masks, *ctx.options)
         lost = (grad.to(sinks.dtype) * made).sum(-1)
         of_sinks = -(torch.exp(sinks[..., None] - total) * lost).sum((0, 3))
-        return *of_keys, of_sinks, None, None, None, None, None, None
+        return *of_keys, of_sinks, *[None] * 7
 
 
 def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masked: Any) -> Any:
@@ -160,8 +157,8 @@ def _differentiable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masked: 
         return torch.ops.autoshard.attention(q, k, v, *masked)
 
 
-def _form(bias: Any, q_segments: Any, kv_segments: Any, causal: bool, window: int | None, scale: float) -> Form:
-    return Form(scale, causal, window, bias is not None, q_segments is not None)
+def _form(bias: Any, q_segments: Any, kv_segments: Any, causal: bool, window: Any, scale: float, cap: Any) -> Form:
+    return Form(scale, causal, window, bias is not None, q_segments is not None, cap)
 
 
 def _attention_xla(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *masked: Any) -> Any:
