@@ -27,6 +27,11 @@ from autoshard.strategies.guard import UncompilableError, WrongNumbersError, gua
 
 PREDICTED_OPS = 10_000
 """Most predictions of plans by hand, times ops of the program: they take a second or two."""
+_DOUBTED_OPS = 50_000
+"""As many where the prices of kernels were far off: a choice by such prices says little."""
+_FAR_OFF = 1.25
+_OF_IMAGES = "spatial"
+"""The plan by hand that splits images, which the estimate that ranks plans does not see."""
 FITTED = 3
 """Most plans by hand that are predicted where no other plan fits."""
 _SURE = 0.05
@@ -86,11 +91,15 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     proved = found.solver.gap is not None and found.solver.gap <= _SURE
     right = found.prices == (1.0, 1.0) and found.time <= (1 + _SURE) * found.solver.objective
     sure = proved and right
-    count = max(PREDICTED_OPS // max(1, len(graph.ops)), 0 if sure else 1)
+    doubted = not 1 / _FAR_OFF <= found.prices[0] <= _FAR_OFF
+    count = max((_DOUBTED_OPS if doubted else PREDICTED_OPS) // max(1, len(graph.ops)), 0 if sure else 1)
     if not count:  # making the plans by hand alone takes long for deep models
         return found
     best = found
-    for name, unsafe in _wanted(graph, found.mesh, hints):
+    wanted = list(_wanted(graph, found.mesh, hints))
+    if doubted:
+        wanted.sort(key=lambda each: each[0] != _OF_IMAGES)
+    for name, unsafe in wanted:
         fewer = best is found and len(unsafe.pins) < len(found.annotations.pins)
         same = fewer and _arguments(graph, unsafe) == _arguments(graph, found.annotations)
         if (count <= 0 and not same) or (made := _safe(graph, unsafe, found.mesh)) is None:
