@@ -30,6 +30,8 @@ PREDICTED_OPS = 10_000
 _DOUBTED_OPS = 50_000
 """As many where the prices of kernels were far off: a choice by such prices says little."""
 _FAR_OFF = 1.25
+_TIED = 0.02
+"""A plan by hand so little slower than such a choice is taken: of errors, a choice has those that favour it."""
 _OF_IMAGES = "spatial"
 """The plan by hand that splits images, which the estimate that ranks plans does not see."""
 FITTED = 3
@@ -109,7 +111,8 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
         rival = replace(found, annotations=made, prediction=predict(graph, made, found.mesh), solver=solver)
         rival = rival.written(graph, options).rescheduled()
         alike = same and _alike(rival.prediction, found.prediction)
-        if rival.fits and (alike or rival.time < best.time * (1 - _FASTER)):
+        margin = _TIED if doubted and best is found else -_FASTER
+        if rival.fits and (alike or rival.time < best.time * (1 + margin)):
             best = rival
     return best
 
