@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, flex_attention
 
 import autoshard
 from autoshard.attention.form import FORWARD, Form
@@ -80,6 +80,11 @@ def picked(net: Net, ids: torch.Tensor) -> Any:
     return lambda score, b, h, q, kv: score + table[b][1][h % 2], None, None
 
 
+def of_some_heads(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    """The first and the last head are as others are not."""
+    return (q >= kv) & ((h % 3 == 0) | (q - kv < WINDOW))
+
+
 BODIES: dict[str, tuple[Any, list[Form]]] = {
     "causal": (lambda *_: (None, causal, None), [Form(0.25, causal=True)]),
     "near": (lambda *_: (lambda score, *_: score, near, None), [Form(0.25, window=WINDOW)]),
@@ -93,6 +98,8 @@ BODIES: dict[str, tuple[Any, list[Form]]] = {
         lambda *_: (lambda score, b, h, q, kv: torch.where(q - kv > 200, score.tanh(), score), causal, None),
         [],
     ),
+    "some heads": (lambda *_: (None, of_some_heads, None), []),
+    "some scores": (lambda *_: (lambda score, b, h, q, kv: torch.where(h == 2, score.tanh(), score), None, None), []),
     "by head": (lambda *_: (None, by_head, None), []),
     "alibi": (alibi, []),
     "picked": (picked, []),
@@ -117,6 +124,18 @@ def test_what_is_captured_is_what_pytorch_computes(name: str, frontend: str) -> 
     program = capture_of(frontend)(net, given, train=False, switches=switches_for("tpu-v5e"))
     assert [Form.of(op.attrs) for op in build_graph(program).ops if op.kind == FORWARD] == forms
     assert bool(program.written_out) == (not forms)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_create_mask_makes_the_mask(frontend: str) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            mask = create_mask(lambda b, h, q, kv: (q >= kv) & (ids[b, q] == ids[b, kv]), 2, 1, SEQ, SEQ, x.device)
+            return mask.to(x.dtype)
+
+    net, given = Masked(), inputs()
+    made = Run(autoshard.capture(net, given, train=False, frontend=frontend), net)(*given)
+    torch.testing.assert_close(next(iter(made.values())), net(*given))
 
 
 def test_a_mask_that_a_kernel_lacks_is_its_bias() -> None:

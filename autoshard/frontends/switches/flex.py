@@ -27,6 +27,8 @@ from autoshard.frontends.tracing.device import current, is_xla, tensor_id
 
 _LARGE = 1e9
 """A score beyond every soft cap."""
+_FEW = 4
+"""Queries of every head, and of every row of the batch, that a function is tried with."""
 _DOCUMENTS = 3
 """How many documents there are in the random segments that a mask is tried with."""
 
@@ -39,18 +41,24 @@ def flex_traced() -> Iterator[None]:
         yield
         return
     names = (
-        "create_mask", "_create_sparse_block_from_block_mask", "_create_empty_block_mask", "_validate_device",
-        "flex_attention_hop",
+        "create_mask", "_convert_mask_to_block_mask", "_create_sparse_block_from_block_mask",
+        "_create_empty_block_mask", "_validate_device", "flex_attention_hop",
     )  # fmt: skip
     own = {name: getattr(library, name) for name in names}
     asked: list[torch.device] = []
 
     def create_mask(mod: Any, batch: Any, heads: Any, queries: int, keys: int, device: Any = "cuda") -> Any:
-        device = torch.device(device)
+        device = torch.device(device or "cuda")
         if device.type != current().type and (device.type != "cuda" or torch.cuda.is_available()):
             return own["create_mask"](mod, batch, heads, queries, keys, device)
-        asked.append(torch.device(current().type))
-        return torch.ones(batch or 1, heads or 1, 1, 1, dtype=torch.bool)
+        sizes = (batch or 1, heads or 1, queries, keys)
+        return _Mods(library, sizes, torch.device(current().type)).applied(mod).expand(sizes)
+
+    def to_blocks(mask: torch.Tensor, *given: Any, **named: Any) -> Any:
+        if is_xla(mask):
+            asked.append(mask.device)
+            mask = torch.ones(*mask.shape[:2], 1, 1, dtype=torch.bool)
+        return own["_convert_mask_to_block_mask"](mask, *given, **named)
 
     def sparse(*given: Any) -> Any:
         made = own["_create_sparse_block_from_block_mask"](*given)
@@ -71,7 +79,7 @@ def flex_traced() -> Iterator[None]:
 
     setting = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     own[setting] = getattr(library, setting)
-    replaced = dict(zip(own, (create_mask, sparse, empty, validate, called, True), strict=True))
+    replaced = dict(zip(own, (create_mask, to_blocks, sparse, empty, validate, called, True), strict=True))
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():
             stack.callback(setattr, library, name, own[name])
@@ -139,7 +147,6 @@ class _Lift(TorchFunctionMode):  # type: ignore[misc]
     def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._made: set[int] = set()
         self._stand_in = stand_in
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,24 +181,31 @@ class _Mods:
         """Whether a `score_mod` does no more than cap scores as `Form.soft_cap` says, and that cap."""
         if score_mod is self.library._identity:
             return True, None
-        rows, columns = sampled(*self.sizes[2:])[:, 0], torch.arange(self.sizes[3])
-        scores, lift = torch.randn(1, 1, len(rows), len(columns)), _Lift(_zeros)
-        scores = scores * torch.logspace(-2, 3, len(columns))[torch.randperm(len(columns))]
-        found = [self._probed(score_mod, (scores,), (*ends, rows, columns), lift) for ends in self._ends()]
-        most = self._probed(score_mod, (torch.full((1, 1, 1, 1), _LARGE),), (0, 0, rows[:1], columns[:1]), lift)
-        if lift.seen or most is None or any(each is None for each in found):
+        zero, lift, tried = torch.zeros(1, dtype=torch.long), _Lift(_zeros), []
+        for at in self._places():
+            shape = [len(each) for each in at]
+            scores = torch.randn(shape) * torch.logspace(-2, 3, shape[3])[torch.randperm(shape[3])]
+            tried.append((scores, self._probed(score_mod, (scores,), at, lift)))
+        most = self._probed(score_mod, (torch.full((1, 1, 1, 1), _LARGE),), [zero] * 4, lift)
+        if lift.seen or most is None or any(made is None for _, made in tried):
             return False, None
-        if all(torch.equal(each, scores) for each in found):
+        if all(torch.equal(made, scores) for scores, made in tried):
             return True, None
         cap = float(most)
-        return 0 < cap < _LARGE and all(torch.allclose(each, cap * torch.tanh(scores / cap)) for each in found), cap
+        return 0 < cap < _LARGE and all(
+            torch.allclose(made, cap * (scores / cap).tanh()) for scores, made in tried
+        ), cap
 
     def described(self, mask_mod: Any) -> tuple[Window, torch.Tensor | None] | None:
         """A mask as a window inside documents, `(batch, tokens)`; None of other masks."""
-        lift = _Lift(_zeros)
-        found = {window_of(self._mask(mask_mod, ends, lift), *self.sizes[2:]) for ends in self._ends()}
-        window = found.pop()
-        if window is None or found:
+        lift, zero = _Lift(_zeros), torch.zeros(1, dtype=torch.long)
+
+        def allowed(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+            found = self._probed(mask_mod, (), (zero, zero, rows[:, 0], columns), lift)
+            return torch.zeros(1, 1, dtype=torch.bool) if found is None else found[0, 0]
+
+        window = window_of(allowed, *self.sizes[2:])
+        if window is None or not self._is(mask_mod, window, lift):
             return None
         closed = [tensor for tensor, _ in lift.seen.values()]
         if not closed:
@@ -206,32 +220,38 @@ class _Mods:
         whole = queries == keys and ids.shape in ((queries,), (1, queries), (batch, queries))
         if not whole or ids.dtype not in (torch.int32, torch.int64):
             return None
-        rows, columns = sampled(queries, keys), torch.arange(keys)
         tried = torch.randint(_DOCUMENTS, ids.shape, dtype=ids.dtype)
-        lift = _Lift(lambda _: tried)
-        for ends in self._ends():
-            of = tried.expand(batch, queries)[ends[0]]
-            wanted = window.mask(rows, columns) & (of[rows] == of[columns])
-            if not torch.equal(self._mask(mask_mod, ends, lift)(rows, columns), wanted):
-                return None
-        return window, ids.expand(batch, queries)
+        same = self._is(mask_mod, window, _Lift(lambda _: tried), tried.expand(batch, queries))
+        return (window, ids.expand(batch, queries)) if same else None
 
-    def _ends(self) -> list[tuple[int, int]]:
-        """The first and the last (row of the batch, head)."""
-        return sorted({(0, 0), (self.sizes[0] - 1, self.sizes[1] - 1)})
+    def _places(self) -> Iterator[list[torch.Tensor]]:
+        """Where a function is tried: many queries of one head and row of the batch, a few of all heads and of all rows."""
+        batch, heads, queries, keys = self.sizes
+        zero, columns = torch.zeros(1, dtype=torch.long), torch.arange(keys)
+        rows = sampled(queries, keys)[:, 0]
+        yield [zero, zero, rows, columns]
+        few = rows[torch.linspace(0, len(rows) - 1, min(_FEW, len(rows))).long()]
+        yield [torch.arange(batch), zero, few, columns]
+        yield [zero, torch.arange(heads), few, columns]
 
-    def _mask(self, mask_mod: Any, ends: tuple[int, int], lift: _Lift) -> Callable[..., torch.Tensor]:
-        def allowed(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-            found = self._probed(mask_mod, (), (*ends, rows[:, 0], columns), lift)
-            return torch.zeros(1, 1, dtype=torch.bool) if found is None else found[0, 0]
+    def _is(self, mask_mod: Any, window: Window, lift: _Lift, documents: torch.Tensor | None = None) -> bool:
+        """Whether a mask is this window, inside documents `(batch, tokens)` if they are given."""
+        for at in self._places():
+            wanted = window.mask(at[2].unsqueeze(1), at[3]).expand([len(each) for each in at])
+            if documents is not None:
+                of = documents[at[0]]
+                wanted = wanted & (of[:, at[2], None] == of[:, None, at[3]]).unsqueeze(1)
+            found = self._probed(mask_mod, (), at, lift)
+            if found is None or not torch.equal(found.expand_as(wanted), wanted):
+                return False
+        return True
 
-        return allowed
-
-    def _probed(self, mod: Any, scores: Sequence[torch.Tensor], at: Sequence[Any], lift: _Lift) -> torch.Tensor | None:
+    def _probed(
+        self, mod: Any, scores: Sequence[torch.Tensor], at: Sequence[torch.Tensor], lift: _Lift
+    ) -> torch.Tensor | None:
         """What a function makes of these scores and indices, computed on the CPU; None where it fails."""
         try:
-            indices = [torch.tensor([each]) if isinstance(each, int) else each for each in at]
-            made: torch.Tensor = _apart(lambda: self._of_all(mod, (*scores, *indices), lift))
+            made: torch.Tensor = _apart(lambda: self._of_all(mod, (*scores, *at), lift))
         except Exception:  # `applied` says what is wrong with it
             return None
         return made
