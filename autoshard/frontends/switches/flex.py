@@ -225,7 +225,7 @@ class _Mods:
         return (window, ids.expand(batch, queries)) if same else None
 
     def _places(self) -> Iterator[list[torch.Tensor]]:
-        """Where a function is tried: many queries of one head and row of the batch, a few of all heads and of all rows."""
+        """Where a function is tried: many queries of one head and row of the batch, a few of all of these."""
         batch, heads, queries, keys = self.sizes
         zero, columns = torch.zeros(1, dtype=torch.long), torch.arange(keys)
         rows = sampled(queries, keys)[:, 0]
