@@ -29,7 +29,7 @@ class Groups(NamedTuple):
 
     Attributes:
         sizes: rows of each group, int32.
-        ways: of so many rows one is expected to be of some group.
+        ways: one row in so many is expected to belong to a group.
     """
 
     sizes: Any

@@ -30,6 +30,7 @@ PREDICTED_OPS = 10_000
 _DOUBTED_OPS = 50_000
 """As many where the prices of kernels were far off: a choice by such prices says little."""
 _FAR_OFF = 1.25
+"""From this factor on, either way, prices of kernels are far off."""
 _TIED = 0.02
 """A plan by hand so little slower than such a choice is taken: of errors, a choice has those that favour it."""
 _OF_IMAGES = "spatial"

@@ -186,9 +186,10 @@ def _of_transformers(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """An attention of transformers, `written_out` where it has neither, or no kernel computes it."""
+    """An attention of transformers as one op; `written_out` if it has neither sinks nor cap, or no kernel does it."""
     sinks, soft_cap = options.get("s_aux"), options.get("softcap")
-    if (sinks is not None or soft_cap is not None) and not rest and is_xla(query):
+    of_positions = options.get("position_bias") is not None  # added to the scores by functions of a model's own
+    if (sinks is not None or soft_cap is not None) and not rest and not of_positions and is_xla(query):
         causal, window, segments = masked_as(mask) or (False, None, None)
         bias = mask if masked_as(mask) is None else None
         documents = None if segments is None else (segments, segments)
