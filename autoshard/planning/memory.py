@@ -29,8 +29,11 @@ _ABOVE = 1 + 1e-6
 class Solvable(Protocol):
     """What can be solved under one memory limit after another."""
 
-    def candidate(self, limit: float | None, /) -> Candidate:
+    def candidate(self, limit: float | None, before: Candidate | None = None, /) -> Candidate:
         """The solver's choice under a limit of `limit` bytes per device.
+
+        Args:
+            before: that under another limit.
 
         Raises:
             NoPlanError: there is none, or none was found in time.
@@ -55,14 +58,14 @@ def within_limit(problem: Solvable, limit: float | None, free: Candidate | None 
     except NoPlanError:
         if limit is None:
             raise
-    asked = limit
+    asked, latest = limit, free
     refused: NoPlanError | None = None
     first: float | None = None  # the limit that the solver found infeasible
     best: Candidate | None = None
     lowest: int | None = None  # predicted peak of the plan of least memory by the solver's count
     for _ in range(TRIES):
         try:
-            found = problem.candidate(asked)
+            latest = found = problem.candidate(asked, latest)
         except NoPlanError as error:
             if best is not None:  # time was over
                 break

@@ -41,7 +41,7 @@ def candidate_on(
     seconds: float,
     goal: float = math.inf,
     others: Sequence[Carried] = (),
-    free: Candidate | None = None,
+    known: dict[Mesh, Candidate] | None = None,
 ) -> Candidate:
     """The best candidate on `mesh` whose predicted memory is within the limit.
 
@@ -52,17 +52,20 @@ def candidate_on(
         seconds: time limit of the solver.
         goal: objective, in seconds of a step, that it must undercut.
         others: choices on other meshes; those of coarser meshes warm-start the solver.
-        free: the candidate without a limit, where it is known.
+        known: candidates without a limit, to which that on `mesh` is added.
 
     Raises:
         NoPlanError: the memory limit or the hints exclude every plan.
         GoalOutOfReachError: the solver's bound proves that none undercuts the goal.
     """
     problem = problem_on(graph, mesh, options, seconds, goal, others)
-    memory = problem.memory
+    memory, known = problem.memory, {} if known is None else known
+    free = known.get(mesh)
+    if free is None or (free.solver is not None and free.solver.status == Status.TIME_LIMIT.value):
+        free = known[mesh] = problem.candidate(None)
     if memory is None:
-        return free or problem.candidate(None)
-    free = problem.candidate(None) if free is None else problem.scheduled(replace(free, memory=memory))
+        return free
+    free = problem.scheduled(replace(free, memory=memory))
     try:
         return within_limit(problem, memory, free)
     except NoPlanError as error:
@@ -121,21 +124,24 @@ class OneMesh:
     goal: float = math.inf
     others: tuple[Carried, ...] = ()
 
-    def candidate(self, limit: float | None) -> Candidate:
+    def candidate(self, limit: float | None, before: Candidate | None = None) -> Candidate:
         """The solver's choice under a limit of `limit` bytes per device, the better of two by its prediction.
 
         One problem has all collectives in sequence with kernels, the other most of each gather of a weight and of each
         sum of gradients beside them. On a TPU, copies of activations run early beside gathers (`strips.py`), all of
         them as soon as there is one gather: a cost that no edge can carry. So the problem is also solved without
         gathers, and the faster prediction wins. These copies count twice in that comparison: the prediction covers only
-        part of what follows from them.
+        part of what follows from them. Nothing is solved twice where the choice without a limit is too large.
+
+        Args:
+            before: under another limit; its prices are a start.
         """
         settings = self.settings(limit)
-        found = self.better(self._formulated(limit), settings)
+        found = self.better(self._formulated(limit), settings, before)
         early = backend_of(load_device(self.mesh.device)).early_seconds(found.prediction.compiled)
-        if early:
+        if early and not self.too_large(found, limit):
             try:
-                other = self.better(self._formulated(limit, gathers=False), settings)
+                other = self.better(self._formulated(limit, gathers=False), settings, before)
             except NoPlanError:  # a hint, or the memory limit, needs a gather
                 pass
             else:
@@ -156,23 +162,29 @@ class OneMesh:
         self.options.progress("strategies")
         return formulated(self.graph, self.mesh, limit, self.hints, gathers=gathers)
 
-    def better(self, formulation: Formulation, settings: Settings) -> Candidate:
+    def too_large(self, found: Candidate, limit: float | None) -> bool:
+        """Whether a choice without a limit does not keep the one asked for, so that it is not the plan."""
+        return limit is None and not self.scheduled(found).fits
+
+    def better(self, formulation: Formulation, settings: Settings, before: Candidate | None = None) -> Candidate:
         """The choice with collectives of weights beside kernels, or that in sequence if it is predicted faster.
 
         The latter is looked for only where collectives of weights are a part of the step, and the solver proved the
         first to be an optimum.
         """
         device = load_device(self.mesh.device)
-        if self.others:
-            formulation = formulation.repriced(*self.others[-1].prices)
+        if before is not None or self.others:
+            formulation = formulation.at_prices(before.prices if before is not None else self.others[-1].prices)
         share = HIDDEN * (1 - taken_share(device)) if overlaps(device) else 0.0
         found = self._repriced(formulation, settings, share)
         assert found.decision is not None
         proved = found.decision.solution.status is Status.OPTIMAL
-        if not share or not proved or _hideable(formulation, found) <= FEW * found.time:
+        if not share or not proved or self.too_large(found, formulation.problem.limit):
+            return found
+        if _hideable(formulation, found) <= FEW * found.time:
             return found
         try:
-            serial = self._repriced(formulation, replace(settings, goal=math.inf), 0.0, found)
+            serial = self._repriced(formulation.at_prices(found.prices), replace(settings, goal=math.inf), 0.0, found)
         except NoPlanError:  # out of time
             return found
         return serial if serial.time < found.time else found

@@ -203,11 +203,11 @@ class _Search:
         """
         remat = Mixture(level, level, 0).remat(self.program.blocks)
         name = switch_value(remat)
-        graph, free = self.program.graph(remat, self.options), self.program.free[name, self.mesh]
+        graph, known = self.program.graph(remat, self.options), {self.mesh: self.program.free[name, self.mesh]}
         solver = self.shortest.solver if self.found else None
         goal = math.inf if solver is None else solver.objective
         try:
-            found = candidate_on(graph, self.mesh, self.options, self.seconds, goal, self.others, free)
+            found = candidate_on(graph, self.mesh, self.options, self.seconds, goal, self.others, known)
         except GoalOutOfReachError:
             self.note(name, "pruned")
         except NoPlanError as error:

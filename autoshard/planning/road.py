@@ -39,7 +39,7 @@ def plan_graph(graph: Graph, meshes: Sequence[Mesh], options: PlanningOptions) -
     Raises:
         NoPlanError: the memory limit or the hints exclude every plan.
     """
-    return _planned(partial(candidate_on, graph), meshes, options)
+    return _planned(partial(candidate_on, graph, known={}), meshes, options)
 
 
 def plan_model(

@@ -271,11 +271,11 @@ class _Fixed:
     on: OneMesh
     formulation: Formulation
 
-    def candidate(self, limit: float | None) -> Candidate:
+    def candidate(self, limit: float | None, before: Candidate | None = None) -> Candidate:
         """The solver's choice under a limit of `limit` bytes per device."""
         on = self.on
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=limit))
-        return on.better(limited, on.settings(limit))
+        return on.better(limited, on.settings(limit), before)
 
 
 def _alternative(plan: Plan, problem: _Fixed, spec: Spec, values: Sequence[Value]) -> Alternative:

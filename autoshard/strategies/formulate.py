@@ -140,6 +140,10 @@ class Formulation:
         first = len(self.argument_values)
         return sum(float(own[choice[node]]) for node, own in enumerate(self.kernels, first))
 
+    def at_prices(self, prices: tuple[float, float]) -> Formulation:
+        """The problem under these `prices`."""
+        return self if prices == self.prices else self.repriced(prices[0] / self.prices[0], prices[1] / self.prices[1])
+
     def repriced(self, kernels: float, collectives: float) -> Formulation:
         """The problem in which kernels and collectives take so many times as long."""
         first = len(self.argument_values)

@@ -26,7 +26,7 @@ from autoshard.program import TensorType
 from autoshard.solver.objective import evaluate
 from autoshard.solver.problem import Array, Problem, Solution, Status
 from autoshard.solver.settings import Settings
-from autoshard.solver.solve import CLOSE
+from autoshard.solver.solve import CLOSE, GAP_TOLERANCE
 from autoshard.strategies.formulate import Formulation
 from autoshard.strategies.space import spec_of
 
@@ -67,7 +67,8 @@ def solved_together(
         known += more
         whole = joined(formulation, known, mesh, device)
         kept = _extended(whole.problem, solution, len(formulation.problem.node_costs))
-        if solution.status is not Status.OPTIMAL and kept.objective - kept.bound <= CLOSE * kept.objective:
+        proved = solution.status is Status.OPTIMAL
+        if kept.objective - kept.bound <= (GAP_TOLERANCE if proved else CLOSE) * kept.objective:
             solution = kept
             continue
         found = settings.solve(whole.problem, [list(kept.choice)])

@@ -22,7 +22,7 @@ class Counted:
         self.times, self.most, self.ends, self.jumps = times, most, ends, jumps
         self.asked = []
 
-    def candidate(self, limit):
+    def candidate(self, limit, before=None):
         self.asked.append(limit)
         limit = self.most if limit is None else limit
         if limit < 40:

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard.mesh import Mesh
 from autoshard.planning import one_mesh
-from autoshard.planning.one_mesh import OneMesh
+from autoshard.planning.one_mesh import OneMesh, candidate_on
 from autoshard.planning.options import PlanningOptions
 from tests.graph.helpers import graph_from_text
 from tests.strategies.test_prices import annotatable, chain
@@ -72,3 +72,17 @@ def test_the_next_mesh_starts_with_the_prices_of_the_one_before():
     assert stages.count("solve") == 1
     assert found.prices == first.prices
     assert (found.solver.objective, found.solver.bound) == (first.solver.objective, first.solver.bound)
+
+
+def test_under_a_limit_the_choice_without_one_is_found_once_and_its_prices_are_a_start():
+    stages = []
+    free = OneMesh(GRAPH, MESH).candidate(None)
+    known = {}
+    for share in (0.95, 0.9):
+        options = PlanningOptions(memory=int(share * free.prediction.peak_memory_bytes), progress=stages.append)
+        found = candidate_on(GRAPH, MESH, options, 60.0, known=known)
+        assert found.fits
+        assert found.prices == free.prices
+    assert stages.count("strategies") == 3  # without a limit, and under each
+    assert stages.count("solve") == 4  # twice without a limit, whose objective differs from the prediction
+    assert known[MESH].annotations == free.annotations
