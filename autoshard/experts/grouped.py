@@ -71,25 +71,38 @@ def outer(one: Any, other: Any, groups: Groups, platform: Platform) -> Any:
     return lax.ragged_dot_general(one, other, groups.sizes, dims)
 
 
+NAMED = re.compile(r"grouped_(?:product|outer)_of_(\d+)")
+"""Names of kernels that say `Groups.ways`: XLA and who reads its text cannot see how many rows count."""
+
+
+def named(what: str, ways: int) -> str:
+    """Such a name: of a Triton kernel, or a frontend attribute of a Pallas call."""
+    return f"{what}_of_{ways}"
+
+
 # ---- TPU: megablox -------------------------------------------------------------------------------------------------
 
 
 def _megablox_product(rows: Any, matrices: Any, groups: Groups, across: bool, interpret: bool = False) -> Any:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+    from jax.experimental.xla_metadata import set_xla_metadata
 
     made = matrices.shape[2 if across else 1]
     padded = _padded(rows)
     tiling = _megablox_tiling(padded, rows.shape[1], made)
-    found = gmm(padded, matrices, groups.sizes, rows.dtype, tiling, transpose_rhs=not across, interpret=interpret)
+    with set_xla_metadata(**{named("grouped_product", groups.ways): "1"}):
+        found = gmm(padded, matrices, groups.sizes, rows.dtype, tiling, transpose_rhs=not across, interpret=interpret)
     return found[: rows.shape[0]]
 
 
 def _megablox_outer(one: Any, other: Any, groups: Groups, interpret: bool = False) -> Any:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+    from jax.experimental.xla_metadata import set_xla_metadata
 
     padded = _padded(one)
     tiling = _megablox_tiling(padded, one.shape[1], other.shape[1])
-    return tgmm(padded.T, _padded(other), groups.sizes, one.dtype, tiling, interpret=interpret)
+    with set_xla_metadata(**{named("grouped_outer", groups.ways): "1"}):
+        return tgmm(padded.T, _padded(other), groups.sizes, one.dtype, tiling, interpret=interpret)
 
 
 def _padded(rows: Any) -> Any:
@@ -124,10 +137,6 @@ def _tiles(sizes: Any, most: int) -> tuple[Any, Any, Any]:
     return group, first.astype(jnp.int32), end.astype(jnp.int32)
 
 
-NAMED = re.compile(r"grouped_(?:product|outer)_of_(\d+)")
-"""Names of the Triton kernels, which say `Groups.ways`: XLA and who reads its text cannot see how many rows count."""
-
-
 def _call(kernel: Any, ways: int, grid: tuple[int, ...], shape: Any, dtype: Any, operands: Any, interpret: bool) -> Any:
     import jax
     from jax.experimental import pallas as pl
@@ -139,7 +148,7 @@ def _call(kernel: Any, ways: int, grid: tuple[int, ...], shape: Any, dtype: Any,
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
         interpret=interpret,
-        name=f"{kernel.func.__name__.strip('_')}_of_{ways}",
+        name=named(kernel.func.__name__.strip("_"), ways),
     )(*operands)
 
 

@@ -418,6 +418,12 @@ def _grouped_flops(result: ArrayShape, shapes: Sequence[ArrayShape]) -> float:
     return 2.0 * shapes[0].elements * shapes[1].dims[-1] if ranks == ([2, 2], 3) else 0.0
 
 
+def _ways(instruction: Instruction) -> int:
+    """How many ways the groups are split whose rows a grouped product's kernel is given."""
+    found = NAMED.search(instruction.rest)
+    return int(found[1]) if found else 1
+
+
 def _library_flops(computation: Computation, instruction: Instruction) -> tuple[str, float]:
     """FLOPs of calls into cuBLAS and cuDNN, of grouped products, and of the products in a TPU's kernels of attention.
 
@@ -429,15 +435,14 @@ def _library_flops(computation: Computation, instruction: Instruction) -> tuple[
         if instruction.op_name == "online-softmax":
             return _wider(shapes), 2.0 * instruction.shapes[0].elements * shapes[0].dims[-1]
         said = _FLOPS.search(instruction.rest)
-        return _wider(shapes), float(said[1]) if said else 0.0
+        return _wider(shapes), float(said[1]) / _ways(instruction) if said else 0.0
     if target.startswith(("__cublas$", "__onednn$matmul")) and len(shapes) > 1:
         match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
         dims = [int(dim) for dim in re.findall(r"\d+", match[1])] if match else [len(shapes[0].dims) - 1]
         return _wider(shapes), 2.0 * instruction.shapes[0].elements * math.prod(shapes[0].dims[dim] for dim in dims)
     matrices = [one for one in shapes if len(one.dims) > 1]
     if target == _TRITON and matrices:
-        ways = NAMED.search(instruction.rest)
-        return _wider(matrices), _grouped_flops(instruction.shapes[0], matrices) / (int(ways[1]) if ways else 1)
+        return _wider(matrices), _grouped_flops(instruction.shapes[0], matrices) / _ways(instruction)
     if target.startswith(_FUSED_ATTENTION):
         return _wider(shapes), fused_attention(instruction, shapes).flops
     if target.startswith("__cudnn$conv") and len(shapes) > 1:

@@ -52,6 +52,7 @@ def test_each_device_runs_grouped_products_of_its_part(made, how, device, target
     assert sum(row.predicted_bytes for row in sums) == pytest.approx(sum(row.compiled_bytes for row in sums), rel=1e-3)
     gathered = report.fidelity.predicted_bytes - report.fidelity.compiled_bytes  # of the routers' choices, a few bytes
     assert abs(gathered) <= 0.04 * report.fidelity.compiled_bytes
+    assert report.judged.flops == pytest.approx(report.prediction.compiled.flops, rel=0.05)
 
 
 def test_a_sum_scattered_over_a_whole_torus_is_compiled_as_an_all_reduce():
