@@ -53,10 +53,19 @@ def _views(graph: Graph, op: int) -> bool:
 
 
 def without_views(program: Lowered) -> Lowered:
-    """The program with views read as what they are views of; those of a part are barriers, which share its buffer."""
+    """The program with views read as what they are views of; those of a part are barriers, which share its buffer.
+
+    A barrier holds back no arguments: FSDP gathers parameters ahead of a pass that computes again.
+    """
     rewriter = Rewriter(program)
     for step in program.steps:
-        if step.kind in MOVES or not step.reads or not _views(program.graph, step.op):
+        if step.kind == BARRIER:
+            reads = [rewriter.instead.get(old, old) for old in step.reads]
+            passed = {new: old for new, old in zip(step.writes, reads, strict=True) if rewriter.arrays[old].maker < 0}
+            rewriter.instead.update(passed)
+            held = [(old, new) for new, old in zip(step.writes, reads, strict=True) if new not in passed]
+            rewriter.emit(replace(step, reads=tuple(old for old, _ in held), writes=tuple(new for _, new in held)))
+        elif step.kind in MOVES or not step.reads or not _views(program.graph, step.op):
             rewriter.emit(step)
         elif rewriter.arrays[step.writes[0]].bytes < rewriter.arrays[step.reads[0]].bytes:
             rewriter.emit(replace(step, kind=BARRIER, reads=step.reads[:1]))

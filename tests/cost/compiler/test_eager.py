@@ -24,6 +24,7 @@ from autoshard.stablehlo.reader import build_graph
 
 ONE, EIGHT = Mesh((1,), ("data",), "h100:1"), Mesh((8,), ("data",), "h100:8")
 ROWS, WIDTH = 4096, 1024
+RECOMPUTED = (("0", "all"), ("1", "all"))
 
 
 class Block(nn.Module):
@@ -51,7 +52,7 @@ def forward(module, *sample):
 
 
 @cache
-def trained():
+def trained(remat=()):
     """Two blocks under autocast with SGD."""
     with torch.device("meta"):
         model = nn.Sequential(Block(), Block())
@@ -63,12 +64,13 @@ def trained():
             loss_fn=lambda out: out.float().square().mean(),
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             device="h100",
+            remat=dict(remat) or None,
         )
     )
 
 
-def fsdp(eager: Eager | None) -> Prediction:
-    return predict(trained(), PLANS["fsdp"](trained(), EIGHT), EIGHT, eager=eager)
+def fsdp(eager: Eager | None, remat=()) -> Prediction:
+    return predict(trained(remat), PLANS["fsdp"](trained(remat), EIGHT), EIGHT, eager=eager)
 
 
 def kernels(found: Prediction) -> list[list[str]]:
@@ -125,6 +127,15 @@ def test_parameters_are_gathered_once_more_for_the_backward_pass():
     assert count[1] - count[0] == 2 * 2 + 1  # the products' weights, and one norm's: none reads the first's gradient
     assert twice.communication_s > once.communication_s
     assert twice.compute_s == pytest.approx(once.compute_s, rel=1e-3)  # casts of what is gathered
+
+
+def test_a_pass_that_computes_again_reads_what_is_gathered_ahead():
+    kept, again = (fsdp(Eager(gathers_again=False), remat) for remat in ((), RECOMPUTED))
+    gathers = [sum(each.kind == "all-gather" for each in found.collectives) for found in (kept, again)]
+    assert gathers[0] == gathers[1]
+    assert again.communication_s == pytest.approx(kept.communication_s)
+    assert again.compute_s > kept.compute_s
+    assert again.overlapped_s < kept.overlapped_s + 1.1 * (again.compute_s - kept.compute_s)
 
 
 def test_gradients_are_summed_in_the_dtype_of_their_parameters():
