@@ -33,12 +33,13 @@ def compiled_for(
     arguments: list[object],
     specs: list[Spec],
     updates: Mapping[int, int] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[VerifyReport, Compiled]:
-    """A function of arguments with these shardings on a mesh of data 2 x model 4; nothing else is annotated.
+    """A function of arguments with these shardings on a mesh, by default data 2 x model 4; nothing else is annotated.
 
     `updates`: result -> the argument that it takes the place of.
     """
-    mesh = Mesh((2, 4), ("data", "model"), device=target.partition(":")[0])
+    mesh = mesh or Mesh((2, 4), ("data", "model"), device=target.partition(":")[0])
     graph = graph_of(function, *arguments, updates=updates)
     annotations = Annotations({Value(op): spec for op, spec in zip(graph.arguments, specs, strict=True)})
     module = annotate(graph.program, graph, annotations, mesh)

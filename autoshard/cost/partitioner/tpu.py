@@ -8,8 +8,7 @@ From compiling single collectives (libtpu 0.0.51, v5e and v5p); `test_tpu.py` ha
   is for slices of the sublane dim that are no whole tiles, if it has dims around it.
 - A reduce-scatter runs in equal pieces that fit a buffer: slices are padded to as many rows of tiles as that takes.
 - An all-gather of a vector with shards that are no multiple of 128 elements becomes an all-reduce of zero-padded
-  shards. So does one of up to 16 MiB over a whole slice of 64 or more chips, and any over all of a torus of three dims
-  of four or more chips.
+  shards. So does one of up to 16 MiB over a whole slice of 64 or more devices, and any over a torus of three dims.
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ class TpuCollectiveRules(CollectiveRules):
 
         It compares the longer of contraction and permutes, plus two permutes, with contraction and collective in
         sequence. A collective over 2x2 chips uses the links of both torus dims, a windowed einsum those of one; XLA
-        does not count that over 4x4.
+        does not count that over 4x4. None was compiled over 64 devices and more (v5e, v5p, v6e), over 32 all were.
         """
         device = load_device(mesh.device)
         link = device.links[0]
-        if link.topology != "torus":
-            return False
         ways = mesh.ways(mesh.spanned(axes))
+        if link.topology != "torus" or ways >= MANY:
+            return False
         computing = flops / device.peak_flops("bf16")
         shares = table("einsum_link_share")
         permuting = size / (2 * shares.get(device.kind, shares["other"]) * link.bandwidth)
@@ -99,7 +98,7 @@ class TpuCollectiveRules(CollectiveRules):
         dims = [dim for dim in layout.layout(mesh, device) if dim.size > 1]
         if any(dim.link is not inner for dim in dims):
             return False
-        return size <= LATENCY_BOUND or (len(dims) > 2 and min(dim.size for dim in dims) >= 4)
+        return size <= LATENCY_BOUND or len(dims) > 2
 
 
 def scattered(
