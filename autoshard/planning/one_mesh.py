@@ -170,7 +170,7 @@ class OneMesh:
         """The choice with collectives of weights beside kernels, or that in sequence if it is predicted faster.
 
         The latter is looked for only where collectives of weights are a part of the step, and the solver proved the
-        first to be an optimum.
+        first to be an optimum. It starts from prices that no prediction has corrected: they find other choices.
         """
         device = load_device(self.mesh.device)
         if before is not None or self.others:
@@ -184,7 +184,7 @@ class OneMesh:
         if _hideable(formulation, found) <= FEW * found.time:
             return found
         try:
-            serial = self._repriced(formulation.at_prices(found.prices), replace(settings, goal=math.inf), 0.0, found)
+            serial = self._repriced(formulation, replace(settings, goal=math.inf), 0.0, found)
         except NoPlanError:  # out of time
             return found
         return serial if serial.time < found.time else found
