@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from autoshard.cost.machine.cycles import TILE, Done, Products, class_of, convolved
 from autoshard.cost.machine.tiles import ROWS
@@ -67,7 +68,13 @@ def registers(
     vector["tiles"] = max(map(_registers, (*read, *kernel.shapes)), default=0.0)
     vector["read"] = sum(shape.stored_bytes for shape in read) / _PAGE
     vector["written"] = sum(shape.stored_bytes for shape in kernel.shapes) / _PAGE
-    return Done(tuple(products), dict(vector))
+    return Done(tuple(replace(one, wide=_wide(one, read)) for one in products), dict(vector))
+
+
+def _wide(product: Products, read: Sequence[ArrayShape]) -> int:
+    """How many operands of a product its kernel reads in f32."""
+    operands = product.batch * product.m * product.k, product.batch * product.k * product.n
+    return sum(any(each.dtype == "f32" and each.elements == size for each in read) for size in operands)
 
 
 def _inside(module: Module, computation: Computation, kernel: Instruction) -> Iterator[tuple[Computation, Instruction]]:

@@ -174,7 +174,8 @@ def _fitted(seconds: float, of: _Sizes, known: Measured, row: str, what: str, cl
 
 def _compilers(batch: int, m: int, n: int, k: int, moved: float, model: cycles.Model, of: _Sizes) -> Estimate:
     """Of one product whose operands and result are in device memory."""
-    done = cycles.Done((cycles.Products(batch, m, n, k, dtype_bytes(of.dtype) < 4),))
+    narrow = dtype_bytes(of.dtype) < 4
+    done = cycles.Done((cycles.Products(batch, m, n, k, narrow, wide=0 if narrow else 2),))
     found, off = cycles.kernel_seconds(done, moved, model.constants, of.device), model.errors["products"]["p90"]
     source = f"a model fitted to estimates of libtpu {model.version}; {off:.0%} is the 90th percentile of its errors"
     return Estimate(found, found / (1 + off), found / (1 - min(off, 0.9)), "compiler", source)

@@ -68,6 +68,7 @@ class Products:
             operand may be the rows.
         convolution: whether it is one, or the gradient of one's kernel.
         tiles: of a result of fewer images than a tile has rows, which the vector unit takes apart.
+        wide: how many of both operands are in f32.
     """
 
     batch: float
@@ -78,10 +79,24 @@ class Products:
     taps: float = 0.0
     convolution: bool = False
     tiles: float = 0.0
+    wide: int = 0
 
-    def sizes(self, away: bool) -> tuple[float, ...]:
-        """As `product_cycles` reads them; `away`: whether the kernel uses device memory."""
-        return self.batch, self.m, self.n, self.k, self.taps, self.tiles, float(self.narrow), float(away)
+    def sizes(self, away: float) -> tuple[float, ...]:
+        """As `product_cycles` reads them; `away`: the part of what the kernel reads and writes in device memory."""
+        return self.batch, self.m, self.n, self.k, self.taps, self.tiles, self.wide, float(self.narrow), away
+
+    @property
+    def least_bytes(self) -> float:
+        """Of the smallest of operands and result."""
+        read, made = 2 + self.wide, 2 if self.narrow else 4
+        return self.batch * min(read * self.m * self.k, read * self.k * self.n, made * self.m * self.n)
+
+
+STREAMED = 0.95
+"""From this part of a kernel's bytes on, operands and result of its product are all windows of device memory."""
+ON_CHIP = 0.5
+"""A product streams if its smallest array takes more than this part of on-chip memory, where no program is known: in
+compiled programs some of a quarter do, of 8,192 x 4,096 x 4,096 alone libtpu copies an operand on chip."""
 
 
 FEATURES, SAVED = 32, 0.55
@@ -139,6 +154,8 @@ class Constants:
         packed, packed_near: per register of a result in bf16, of a kernel that uses device memory, and of another.
         loaded, weights: per register of either operand.
         stored: per register of an f32 result, at least.
+        streamed, wide: of a product that streams, per register of a bf16 result and of an f32 operand each time that a
+            window of it is read, for 1,024 rows or columns of the result: no pass hides them.
         vector: per register of each of `CLASSES`; `fused`: of slow ops in a kernel with a product, whose other ops
             take no time.
     """
@@ -155,6 +172,8 @@ class Constants:
     packed: float
     packed_near: float
     stored: float
+    streamed: float
+    wide: float
     loaded: float
     weights: float
     vector: tuple[float, ...]
@@ -174,9 +193,9 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
     """Cycles of products, without their traffic, [products].
 
     Args:
-        sizes: [8, products]: `Products.sizes` of each.
+        sizes: [9, products]: `Products.sizes` of each.
     """
-    batch, m, n, k, taps, tiles, narrow, away = sizes
+    batch, m, n, k, taps, tiles, wide, narrow, away = sizes
     lanes = constants.lanes
     rate = device.peak_flops("bf16") / device.clock / 2 / TILE
     times = np.where(taps > 0, taps, 1.0)
@@ -185,16 +204,30 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
     few = np.where(times > WIDE, np.maximum(shared, apart / TOGETHER), apart)
     depth = np.where(k < FEATURES, few, np.where(saves, shared, apart))
     out = np.where(narrow > 0, np.where(away > 0, constants.packed, constants.packed_near), constants.stored)
+    streams = (away >= STREAMED) & (taps == 0)
+    beside = constants.streamed * (narrow > 0) + constants.wide * wide * depth / TILE
+    passes = constants.rate * depth / rate
+    tile = np.maximum(_longer(passes, out, constants.sharp), np.where(streams, passes + beside, 0.0))
 
     def turned(rows: Array, columns: Array) -> Array:
-        high, wide = _whole(rows, 8), _whole(columns, lanes)
-        tile = _longer(constants.rate * depth / rate, out, constants.sharp)
+        high, across = _whole(rows, 8), _whole(columns, lanes)
         return np.asarray(
-            (high * wide * tile + high * depth * constants.loaded + wide * depth * constants.weights) / TILE
+            (high * across * tile + high * depth * constants.loaded + across * depth * constants.weights) / TILE
         )
 
     passed = np.where(taps > 0, turned(m, n), np.minimum(turned(m, n), turned(n, m)))
     return np.asarray(batch * (passed + tiles * constants.vector[CLASSES.index("tiles")]))
+
+
+def away_share(registers: Array, moved: Array) -> Array:
+    """The part of what kernels read and write that is in device memory.
+
+    Args:
+        registers: [kernels, classes], of `CLASSES`.
+        moved: bytes between a kernel and device memory.
+    """
+    of_all = 4 * TILE * (registers[:, CLASSES.index("read")] + registers[:, CLASSES.index("written")])
+    return np.asarray(np.minimum(moved / np.maximum(of_all, 1.0), 1.0))
 
 
 def kernel_cycles(
@@ -229,18 +262,24 @@ def beside_traffic(seconds: Array, moved: Array, device: Device) -> Array:
     return _beside(seconds * device.clock, moved, found.constants, device) / device.clock
 
 
+def _away(done: Products, device: Device) -> float:
+    """The part of a product's arrays in device memory, of a kernel that uses it."""
+    return 1.0 if done.least_bytes > ON_CHIP * device.on_chip_bytes else 0.5
+
+
 @lru_cache(maxsize=1 << 15)
 def product_seconds(done: Products, device: Device) -> float:
     """Seconds of products or a convolution in the matrix units, of a kernel that uses device memory."""
-    sizes = np.array([done.sizes(True)]).T
+    sizes = np.array([done.sizes(_away(done, device))]).T
     return float(product_cycles(sizes, _constants(device), device)[0]) / device.clock
 
 
 def kernel_seconds(done: Done, moved: float, constants: Constants, device: Device) -> float:
     """Seconds of one kernel; `moved`: bytes between it and device memory."""
-    sizes = np.array([one.sizes(moved > 0) for one in done.products])
-    products = product_cycles(sizes.T, constants, device).sum() if done.products else 0.0
     registers = np.array([[done.vector.get(name, 0.0) for name in CLASSES]])
+    known = away_share(registers, np.array([moved]))[0] if done.vector or not moved else None
+    sizes = np.array([one.sizes(_away(one, device) if known is None else known) for one in done.products])
+    products = product_cycles(sizes.T, constants, device).sum() if done.products else 0.0
     narrow = np.array([any(one.narrow for one in done.products)])
     found = kernel_cycles(np.array([products]), narrow, registers, np.array([moved]), constants, device)
     return float(found[0]) / device.clock

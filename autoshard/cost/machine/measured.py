@@ -132,7 +132,8 @@ def matrix_seconds(op: Op, shapes: Sequence[Sequence[int]], flops: float, dtype:
         lhs, rhs, *_, made = map(tuple, shapes)
         if op.kind == "convolution":
             return cycles.product_seconds(cycles.convolved(rhs, made, op.attrs, narrow), device)
-        return cycles.product_seconds(cycles.Products(*matrices(lhs, rhs, op.attrs), narrow), device)
+        wide = 2 if dtype == "f32" else 0
+        return cycles.product_seconds(cycles.Products(*matrices(lhs, rhs, op.attrs), narrow, wide=wide), device)
     if op.kind == "dot_general":
         return matrices_seconds(*matrices(tuple(shapes[0]), tuple(shapes[1]), op.attrs), dtype, device)
     (batch, kv_heads, group, queries, features), (*_, keys, _), (*_, value_features) = shapes[:3]

@@ -20,6 +20,7 @@ from autoshard.cost.machine.cycles import (
     TILE,
     Model,
     Products,
+    away_share,
     class_of,
     convolved,
     kernel_cycles,
@@ -54,11 +55,12 @@ def kernel_seconds(
     sizes = _Sizes(program)
     registers = np.array([sizes.registers(kernels[number]) for number in timed])
     away = np.array([moved[number] for number in timed])
+    shares = away_share(registers, away)
     products, owners = [], []
     narrow = np.zeros(len(timed))
     for place, number in enumerate(timed):
         for one in sizes.products(kernels[number]):
-            products.append(one.sizes(away[place] > 0))
+            products.append(one.sizes(shares[place]))
             owners.append(place)
             narrow[place] = one.narrow
     of_products = np.zeros(len(timed))
@@ -136,10 +138,17 @@ class _Sizes:
         for number in kernel.steps:
             step = self.program.steps[number]
             if step.flops and step.kind == "dot_general":
-                found.append(Products(*matrices_of(self.program, step), narrow))
+                one = Products(*matrices_of(self.program, step), narrow)
+                found.append(replace(one, wide=self.wide(kernel, one)))
             elif step.flops:
                 found.append(self.convolution(step, narrow))
         return found
+
+    def wide(self, kernel: Kernel, product: Products) -> int:
+        """How many operands of a product its kernel reads in f32, before it converts them."""
+        operands = product.batch * product.m * product.k, product.batch * product.k * product.n
+        read = [self.program.arrays[array] for array in kernel.reads]
+        return sum(any(each.dtype == "f32" and each.elements == size for each in read) for size in operands)
 
     def convolution(self, step: Step, narrow: bool) -> Products:
         """A convolution, of strips with their padding, in a loop of permutes with one per shard of its kernel."""
