@@ -278,7 +278,7 @@ class DotPartitioner(Contraction):
                     if other.shape[dim] >= ways(idle):
                         return tuple(swapped)
             return self._renamed(other.tiling, group, idle)
-        matched = self._matching_dims(other.tiling, group)
+        matched = self._matching_dims(other.tiling, group, goal.devices)
         if matched is not None:
             return tuple(() if dim in matched else axes for dim, axes in enumerate(other.tiling))
         mine, left = other.place, side.place == 0

@@ -236,11 +236,15 @@ class Contraction:
             -(-size // self.subaxes.ways(tiling[dim])) if dim in cut else size for dim, size in enumerate(shape)
         )
 
-    def _matching_dims(self, tiling: Tiling, group: Dim) -> Dim | None:
-        """Dims that exactly the group's axes split (`FindMatchingPartitionedDimsForGrouping`)."""
+    def _matching_dims(self, tiling: Tiling, group: Dim, devices: Dim) -> Dim | None:
+        """Dims that the group's axes split, those left of which replicate (`FindMatchingPartitionedDimsForGrouping`).
+
+        That counts the devices that hold copies as one more dim.
+        """
         inside = set(group)
         dims = tuple(dim for dim, axes in enumerate(tiling) if axes and set(axes) <= inside)
-        return dims if {axis for dim in dims for axis in tiling[dim]} == inside else None
+        covered = {axis for dim in dims for axis in tiling[dim]}
+        return dims if covered.union(without(devices, flat(tiling))) == inside else None
 
     def _aligned(self, tiling: Tiling, dims: Dim, like: Tiling, like_dims: Dim, devices: Dim) -> Tiling:
         """`tiling` with `dims` split as `like` splits `like_dims` (`AlignGroupsWith`): devices are permuted."""
