@@ -141,6 +141,10 @@ class Table:
         products = product_cycles(np.array([*self.products[:8], away]), of, device)
         return kernel_cycles(products, self.products[7], self.registers, self.moved, of, device)
 
+    def weights(self) -> Array:
+        """Of each kernel in a fit: long and frequent ones weigh more."""
+        return np.asarray(np.sqrt(np.minimum(self.count, 4)) * np.clip(self.cycles / 5000, 0.5, 4) ** 0.5)
+
     def sets(self) -> dict[str, Array]:
         """Name -> which kernels."""
         has, slides = self.products[0] > 0, self.products[8] > 0
@@ -162,7 +166,7 @@ def fit(table: Table, device: Device, only: Sequence[str] = ()) -> Constants:
         return _fit_some(table, device, only)
     names = list(START)
     first = np.log([*START.values(), *VECTOR])
-    weight = np.sqrt(np.minimum(table.count, 4)) * np.clip(table.cycles / 5000, 0.5, 4) ** 0.5
+    weight = table.weights()
 
     def constants(of: Array) -> Constants:
         values = list(map(float, np.exp(of)))
@@ -183,7 +187,7 @@ def _fit_some(table: Table, device: Device, names: Sequence[str]) -> Constants:
     known = cycles.model(device.kind)
     assert known is not None, f"{device.kind} is not in {FILE.name}"
     of = known.constants
-    weight = np.sqrt(np.minimum(table.count, 4)) * np.clip(table.cycles / 5000, 0.5, 4) ** 0.5
+    weight = table.weights()
 
     def constants(logs: Array) -> Constants:
         return replace(of, **dict(zip(names, map(float, np.exp(logs)), strict=True)))

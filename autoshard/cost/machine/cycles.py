@@ -95,8 +95,10 @@ class Products:
 STREAMED = 0.95
 """From this part of a kernel's bytes on, operands and result of its product are all windows of device memory."""
 ON_CHIP = 0.5
-"""A product streams if its smallest array takes more than this part of on-chip memory, where no program is known: in
-compiled programs some of a quarter do, of 8,192 x 4,096 x 4,096 alone libtpu copies an operand on chip."""
+"""Where no program is known, a product streams if its smallest array takes more than this part of on-chip memory.
+
+A judgement: libtpu copies an operand of 8,192 x 4,096 x 4,096 on chip; in whole programs smaller ones stream too.
+"""
 
 
 FEATURES, SAVED = 32, 0.55
@@ -154,8 +156,8 @@ class Constants:
         packed, packed_near: per register of a result in bf16, of a kernel that uses device memory, and of another.
         loaded, weights: per register of either operand.
         stored: per register of an f32 result, at least.
-        streamed, wide: of a product that streams, per register of a bf16 result and of an f32 operand each time that a
-            window of it is read, for 1,024 rows or columns of the result: no pass hides them.
+        streamed, wide: of a product that streams (`STREAMED`), beside its passes: per register of a bf16 result, which
+            is packed, and of an f32 operand, which is converted each time that a window of it is read.
         vector: per register of each of `CLASSES`; `fused`: of slow ops in a kernel with a product, whose other ops
             take no time.
     """

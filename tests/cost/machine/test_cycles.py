@@ -51,10 +51,8 @@ def test_narrow_products_reach_the_share_of_peak_that_libtpu_gives_them(
         (12288, 5120, 8192, 8_960_604), (5120, 8192, 12288, 8_680_424), (8192, 5120, 12288, 8_645_830),
     ],
 )  # fmt: skip
-def test_products_with_all_arrays_in_device_memory_put_them_together_in_parts(
-    m: int, n: int, k: int, estimate: int
-) -> None:
-    """Kernels of MaxText's 16B under FSDP on two v5e pods, by libtpu; none was fitted."""
+def test_packing_is_not_hidden_where_all_arrays_are_in_device_memory(m: int, n: int, k: int, estimate: int) -> None:
+    """Kernels of MaxText's 16B under FSDP on two v5e pods, by libtpu: they suggested the form, none was fitted."""
     moved = 2.0 * (m * k + k * n + m * n)
     page = 4 * cycles.TILE
     known = Done((Products(1, m, n, k, True),), {"read": 2.0 * (m * k + k * n) / page, "written": 2.0 * m * n / page})
