@@ -23,6 +23,10 @@ _CARRIED = COLLECTIVES | {
 """Kinds whose result has the layout of an operand."""
 
 
+LONGEST_ROW = 16384
+"""Elements of a row that one kernel sums (`ReductionDimensionRaceFreeBound`); longer rows take two."""
+
+
 class Sums:
     """The reductions of one device's program."""
 
@@ -55,7 +59,7 @@ class Sums:
         return None if step is None or step.kind != "reduce" else self.over(step)
 
     def joins(self, array: int) -> bool:
-        """Whether users of an array may merge with its producer: not if that is a column reduction."""
+        """Whether users of an array may merge with its producer: not if that sums columns, or long rows."""
         maker = self.program.arrays[array].maker
         step = self.program.steps[maker] if maker >= 0 else None
         return step is None or step.kind != "reduce" or _is_of_rows(self.over(step))
@@ -106,7 +110,9 @@ def _seen_as(program: Lowered, array: int, shape: Sequence[int], orders: dict[in
 
 
 def _is_of_rows(over: Sequence[tuple[bool, int]] | None) -> bool:
-    return over is None or not over or (over[-1][0] and sum(summed for summed, _ in over) == 1)
+    if not over:
+        return True
+    return over[-1][0] and over[-1][1] <= LONGEST_ROW and sum(summed for summed, _ in over) == 1
 
 
 def _orders(program: Lowered) -> dict[int, Order]:
