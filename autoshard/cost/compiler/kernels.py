@@ -60,6 +60,12 @@ class Kernel:
     viewed: frozenset[int] = frozenset()
 
 
+def operand_dtype(kernel: Kernel, program: Lowered) -> str:
+    """Operand dtype of a kernel's first contraction; `f32` without one."""
+    product = next((program.steps[number] for number in kernel.steps if program.steps[number].flops), None)
+    return program.arrays[product.reads[0]].dtype if product is not None and product.reads else "f32"
+
+
 class Fusion:
     """The fusion pass; subclasses override what differs between targets."""
 

@@ -13,8 +13,8 @@ criteria are, in this order:
 
 So all-gathers move to the front in sequence, and weight gradients fill gaps in the chain of the other gradients.
 
-Before all of these comes memory, where there is a limit: what would exceed it gives way to what adds least
-(`kMemoryPeakOverLimit`, `kDecreaseMemoryOverLimit`).
+Before all of these comes memory, where there is a limit: what would exceed it gives way to the best that does not
+(`kMemoryPeakOverLimit`); past it, what adds least is first (`kDecreaseMemoryOverLimit`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from autoshard.cost.compiler.schedule import Dependencies
 
@@ -50,6 +52,26 @@ class Rules:
 GPU_RULES = Rules()
 
 
+@dataclass(frozen=True)
+class Reads:
+    """The instructions that kernels read: kernels, arguments, get-tuple-elements and bitcasts.
+
+    Attributes:
+        of: per kernel the instructions that it reads, each once.
+        viewed: per instruction that which it is an element or a bitcast of; None: it is a kernel or an argument.
+    """
+
+    of: Sequence[Sequence[int]]
+    viewed: Sequence[int | None]
+
+    @classmethod
+    def of_kernels(cls, deps: Dependencies, views: Sequence[bool]) -> Reads:
+        """Kernels that are read as they are, or each as one instruction that all of its users share."""
+        count = len(views)
+        places = {number: count + place for place, number in enumerate(np.flatnonzero(views).tolist())}
+        return cls([[places.get(one, one) for one in read] for read in deps.waits], [*[None] * count, *places])
+
+
 class Pressure:
     """Memory at the start of what is scheduled so far, from the end; ready kernels and collectives by what each adds.
 
@@ -73,6 +95,10 @@ class Pressure:
     def added(self, number: int) -> int:
         """Bytes that a kernel adds, or a collective whose start follows at once."""
         return self._read(number) - self.made(number)
+
+    def peak(self, number: int) -> int:
+        """Bytes that it adds at most, before its results are given back."""
+        return self._read(number)
 
     def _read(self, number: int) -> int:
         return sum(self.sizes[each] for each in self.reads[number] if each not in self.live)
@@ -118,7 +144,7 @@ def overlapped(
     deps: Dependencies,
     takes: Sequence[float],
     moves: Sequence[bool],
-    views: Sequence[bool] | None = None,
+    reads: Reads,
     kinds: Sequence[str] | None = None,
     rules: Rules = GPU_RULES,
     pressure: Pressure | None = None,
@@ -129,13 +155,11 @@ def overlapped(
         order: the schedule to change.
         takes: seconds of each kernel.
         moves: whether a kernel is a collective.
-        views: whether users read a kernel's results through a no-op such as a get-tuple-element; None: no kernel's.
+        reads: what kernels read.
         kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
         pressure: of nothing scheduled; None: there is no memory limit.
     """
-    count = len(takes)
-    views, kinds = views or [False] * count, kinds or [""] * count
-    return _Backwards(order, deps, takes, moves, views, kinds, rules, pressure).placed()
+    return _Backwards(order, deps, takes, moves, reads, kinds or [""] * len(takes), rules, pressure).placed()
 
 
 _Rank = tuple[bool, int, int]
@@ -174,14 +198,25 @@ class _Backwards:
         deps: Dependencies,
         takes: Sequence[float],
         moves: Sequence[bool],
-        views: Sequence[bool],
+        reads: Reads,
         kinds: Sequence[str],
         rules: Rules,
         pressure: Pressure | None,
     ) -> None:
-        self.pressure = pressure
+        self.pressure, self.reads = pressure, reads
+        self.readers: list[list[int]] = [[] for _ in reads.viewed]
+        self.views = [False] * len(reads.viewed)  # whether users read elements or bitcasts of it
+        self.left = [0] * len(reads.viewed)  # users of each instruction that are not placed
+        for number, read in enumerate(reads.of):
+            for one in read:
+                self.readers[one].append(number)
+                self.left[one] += 1
+        for viewed in reads.viewed:
+            if viewed is not None:
+                self.left[viewed] += 1
+                self.views[viewed] = True
         self.viewing, self.at_once, self.kinds = rules.viewing, rules.at_once, kinds
-        self.deps, self.takes, self.moves, self.views = deps, takes, moves, views
+        self.deps, self.takes, self.moves = deps, takes, moves
         self.edge, self.elements = rules.edge, rules.elements
         self.place = {number: position for position, number in enumerate(order)}
         self.before = [0.0] * len(takes)  # seconds of collectives before a kernel, in sequence
@@ -228,16 +263,42 @@ class _Backwards:
         return None if start is None else (self._start, start)
 
     def _within_limit(self, place: Callable[[int], None], number: int, pressure: Pressure) -> _Entry:
-        """This, or what adds least memory where it would exceed the limit."""
-        if place == self._start or pressure.usage + pressure.added(number) <= pressure.limit:
+        """This, or where it would exceed the limit the best that does not; past the limit, what adds least."""
+        usage, limit = pressure.usage, pressure.limit
+        if usage >= limit:
+            return self._least(place, number, pressure)
+        if place == self._start or usage + pressure.peak(number) <= limit:
             return place, number
-        found: list[tuple[int, int, _Entry]] = [(pressure.added(number), 0, (place, number))]
+        return self._best_of(lambda one: usage + pressure.peak(one) <= limit) or (place, number)
+
+    def _least(self, place: Callable[[int], None], number: int, pressure: Pressure) -> _Entry:
+        """What adds least memory; of equal ones this."""
+        first = -pressure.made(number) if place == self._start else pressure.added(number)
+        found: list[tuple[int, int, _Entry]] = [(first, 0, (place, number))]
         found += [(-pressure.made(one), 1, (self._start, one)) for one in self.flying]
         if (kernel := pressure.least(moves=False)) is not None:
             found.append((kernel[0], 2, (self._kernel, kernel[1])))
         if (ends := pressure.least(moves=True)) is not None and self._may_end(self.kinds[ends[1]]):
             found.append((ends[0], 3, (self._end, ends[1])))
         return min(found, key=lambda each: each[:2])[2]
+
+    def _best_of(self, fits: Callable[[int], bool]) -> _Entry | None:
+        """The best of all that may come next and fit; starts do."""
+        ends = [one for kind, some in self.ends.items() if self._may_end(kind) for one in some if fits(one)]
+        if ends:
+            return self._end, min(ends, key=lambda one: self._end_rank(one, self.ends[self.kinds[one]][one]))
+        found: list[tuple[tuple[object, ...], _Entry]] = []
+        for one, due in self.flying.items():
+            awaited = self._awaits_start(one)
+            last = not self.before[one] and not awaited
+            order = last, not awaited, -self.before[one], self._waste(self.edge), self._unlocks(one)
+            found.append(((max(due - self.now, 0.0), *order), (self._start, one)))
+        ready = [(0.0, one) for some in self.due.values() for one in some.rank]
+        for due, one in (*ready, *((max(due - self.now, 0.0), one) for due, _, one in self.stalled)):
+            if fits(one):
+                order = False, True, -self.before[one], self._waste(self.takes[one]), self._unlocks(one)
+                found.append(((due, *order), (self._kernel, one)))
+        return min(found, key=lambda each: each[0])[1] if found else None
 
     def _may_end(self, kind: str) -> bool:
         """Whether one more collective of a kind may be in flight."""
@@ -283,7 +344,10 @@ class _Backwards:
         """Rank: less for users of a collective, for kernels that make more others ready, and for later ones."""
         makers = self.deps.waits[number]
         ends = any(self.moves[maker] for maker in makers)
-        freed = sum(self.waiting[maker] == 1 or (self.elements and self.views[maker]) for maker in makers)
+        if self.elements:
+            freed = sum(self.waiting[maker] == 1 or self.views[maker] for maker in makers)
+        else:
+            freed = sum(self.left[one] == 1 for one in self.reads.of[number])
         return not ends, -freed, -self.place[number]
 
     def _unlocks_more(self, number: int) -> None:
@@ -342,8 +406,21 @@ class _Backwards:
             self.waiting[maker] -= 1
             if not self.waiting[maker]:
                 self._release(maker)
-            elif self.waiting[maker] == 1:
+            elif self.waiting[maker] == 1 and self.elements:
                 self._unlocks_more(next(reader for reader in self.deps.frees[maker] if not self.is_placed[reader]))
+        for one in self.reads.of[number]:
+            self._read_once(one)
+
+    def _read_once(self, instruction: int) -> None:
+        """One user of an instruction is placed; with the last, a view is."""
+        self.left[instruction] -= 1
+        if self.left[instruction] == 1:
+            for reader in self.readers[instruction]:
+                if not self.is_placed[reader]:
+                    self._unlocks_more(reader)
+        viewed = self.reads.viewed[instruction]
+        if not self.left[instruction] and viewed is not None:
+            self._read_once(viewed)
 
     def _pass(self, takes: float) -> None:
         self.now += takes

@@ -26,6 +26,7 @@ from autoshard.graph.contraction import Matrices, matrices
 from autoshard.graph.groups import BARRIER, ELEMENTWISE, free_ops
 from autoshard.graph.indexing import index_dims
 from autoshard.graph.ops import Graph, Op, Value
+from autoshard.mesh import Mesh
 
 VIEWS = frozenset({"reshape", BARRIER})
 """Kinds whose results are bitcasts of their operands."""
@@ -142,6 +143,7 @@ class Lowered:
         graph: the graph that it implements.
         pinned: annotated values, whose shape no pass changes before partitioning.
         updates: result -> the argument that it aliases.
+        mesh: what its collectives run over; None for a program that only stands for one.
     """
 
     arrays: list[Array]
@@ -150,6 +152,7 @@ class Lowered:
     graph: Graph
     pinned: Set[Value] = frozenset()
     updates: Mapping[int, int] = field(default_factory=dict)
+    mesh: Mesh | None = None
 
 
 def updates_of(program: Lowered, step: Step) -> Array:
@@ -216,7 +219,7 @@ class _Lowering:
                     self._copy(value, number)
         made = self._outputs()
         pinned = frozenset(self.shardings.pins)
-        return Lowered(self.arrays, self.steps, made, self.graph, pinned, self.updates)
+        return Lowered(self.arrays, self.steps, made, self.graph, pinned, self.updates, self.shardings.subaxes.mesh)
 
     def _array(self, value: Value, maker: int, tiling: Tiling | None = None) -> int:
         kind = self.graph.type_of(value)

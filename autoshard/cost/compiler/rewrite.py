@@ -71,7 +71,7 @@ class Rewriter:
                 self.arrays[new].donated = self.arrays[old].donated
                 self.arrays[old].returned = False
         results = [self.instead.get(array, array) for array in self.source.results]
-        return Lowered(self.arrays, self.steps, results, self.source.graph, self.source.pinned, self.source.updates)
+        return replace(self.source, arrays=self.arrays, steps=self.steps, results=results)
 
 
 def without_reduce_scatter(rewriter: Rewriter, step: Step) -> None:

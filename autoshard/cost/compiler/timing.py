@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.kernels import Kernel, operand_dtype
 from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
 from autoshard.cost.machine.collectives import Collective, seconds
 from autoshard.cost.machine.compute import roofline_seconds
@@ -51,12 +51,6 @@ def kernel_seconds(compiled: Compiled, device: Device, library: Library = matrix
 def _products_seconds(kernel: Kernel, program: Lowered, dtype: str, device: Device, library: Library) -> float:
     steps = [step for number in kernel.steps if (step := program.steps[number]).flops]
     return sum(library(program.graph.ops[step.op], step.shapes, step.flops, dtype, device) for step in steps)
-
-
-def operand_dtype(kernel: Kernel, program: Lowered) -> str:
-    """Operand dtype of a kernel's first contraction; `f32` without one."""
-    product = next((program.steps[number] for number in kernel.steps if program.steps[number].flops), None)
-    return program.arrays[product.reads[0]].dtype if product is not None and product.reads else "f32"
 
 
 def collective_seconds(

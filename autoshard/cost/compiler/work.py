@@ -16,10 +16,9 @@ from functools import partial
 
 from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.kernels import Kernel, operand_dtype
 from autoshard.cost.compiler.lowered import Lowered, Step, lower
 from autoshard.cost.compiler.rewrite import Rewriter
-from autoshard.cost.compiler.timing import operand_dtype
 from autoshard.cost.compiler.traffic import PARTIAL
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import MATRIX_WORK, roofline_seconds
@@ -152,7 +151,7 @@ def replicated_program(graph: Graph, mesh: Mesh, device: Device) -> Lowered:
         runs.append(run)
     shardings = Shardings(Subaxes(mesh), whole, (), (), {}, {})
     partitioned = Partitioned(tuple(runs), (), {})
-    return lower(graph, shardings, partitioned, device.compiler)
+    return replace(lower(graph, shardings, partitioned, device.compiler), mesh=None)
 
 
 class _Attribution:

@@ -130,6 +130,12 @@ def coefficients(kind: CollectiveKind, axes: AxisGroup, mesh: Mesh, device: Devi
     return device.collective_overhead + alpha, beta
 
 
+def group_sizes(axes: AxisGroup, mesh: Mesh, device: Device) -> tuple[int, int]:
+    """Devices of a group of `axes`, on one of the device's innermost links (a host's switch, a slice) and in all."""
+    taken = _taken(axes, mesh)
+    return _levels(taken, mesh, device)[0].size, math.prod(taken.values())
+
+
 def _taken(axes: AxisGroup, mesh: Mesh) -> dict[str, int]:
     """Devices of a group along each axis."""
     return dict(part for axis in axes for part in _parts(axis, mesh))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import Pressure, Rules, overlapped
+from autoshard.cost.compiler.latency import Pressure, Reads, Rules, overlapped
 from autoshard.cost.compiler.schedule import dependencies
 
 US = 1e-6
@@ -38,7 +38,8 @@ class Program:
         deps = dependencies(self.kernels)
         reads, makes = [kernel.reads for kernel in self.kernels], [kernel.writes for kernel in self.kernels]
         pressure = None if limit is None else Pressure(limit, reads, makes, dict.fromkeys(range(len(self.names)), 1))
-        order = overlapped(range(len(self.names)), deps, self.takes, self.moves, self.views, pressure=pressure)
+        instructions = Reads.of_kernels(deps, self.views)
+        order = overlapped(range(len(self.names)), deps, self.takes, self.moves, instructions, pressure=pressure)
         return [f"end of {self.names[number]}" if end else self.names[number] for number, end in order]
 
 
@@ -70,7 +71,7 @@ def test_gathers_wait_where_memory_is_short() -> None:
     assert free.index("end of weight1") < free.index("y0")
     later = [name for n in (1, 2, 3) for name in (f"weight{n}", f"end of weight{n}", f"y{n}")]
     assert program.scheduled(2) == ["weight0", "x", "end of weight0", "y0", *later]
-    less = program.scheduled(3)
+    less = program.scheduled(4)
     assert sorted(less) == sorted(free)
     assert less.index("end of weight0") < less.index("x") < less.index("y0") < less.index("end of weight1")
     assert program.scheduled(100) == free
@@ -98,9 +99,9 @@ def test_so_many_collectives_of_a_kind_are_in_flight_at_once() -> None:
 
     def most(at_once: int) -> int:
         kinds = ["all-gather"] * 3 + [""]
-        order = overlapped(
-            range(4), deps, program.takes, program.moves, kinds=kinds, rules=Rules(at_once={"all-gather": at_once})
-        )
+        rules = Rules(at_once={"all-gather": at_once})
+        reads = Reads.of_kernels(deps, program.views)
+        order = overlapped(range(4), deps, program.takes, program.moves, reads, kinds, rules)
         flying, found = 0, 0
         for number, end in order:
             flying += 0 if number == 3 else -1 if end else 1

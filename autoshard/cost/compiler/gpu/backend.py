@@ -3,10 +3,9 @@
 Loops fuse into loops, reductions and scatters as long as that moves fewer bytes (`PriorityFusion`). A matrix-vector dot
 becomes a reduction and an outer product a loop (`AlgebraicSimplifier`: dot strength reduction); any other dot fuses
 transposes, and is split along its contraction if that fills the GPU (`SplitkRewriter`). Collectives of one kind are
-combined up to 30 MiB of results (`kDefault*CombineThreshold`); all-reduces work in place, combined ones on one array
-into which their operands are copied (`AllReduceContiguous`). Collectives run in sequence, in post-order
-(`CollectivesScheduleLinearizer`): users of the last wait for all. Of three schedules the one with the lowest peak
-(`DefaultMemoryScheduler`) goes to the latency hiding scheduler (`latency.py`).
+combined up to 30 MiB of results (`kDefault*CombineThreshold`), in post-order; all-reduces work in place, combined ones on
+one array into which their operands are copied (`AllReduceContiguous`). Of three schedules the one with the lowest peak
+(`DefaultMemoryScheduler`) goes to the latency hiding scheduler (`latency.py`), from Hopper on.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from functools import partial
 from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend
+from autoshard.cost.compiler.gpu.estimates import kernel_seconds
 from autoshard.cost.compiler.gpu.split_k import Product, split_k
 from autoshard.cost.compiler.gpu.sums import Sums
 from autoshard.cost.compiler.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.compiler.latency import Pressure, overlapped
+from autoshard.cost.compiler.latency import Pressure, Reads, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, END, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
 from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels
 from autoshard.cost.compiler.schedule import Dependencies, combined
-from autoshard.cost.machine.compute import roofline_seconds
 from autoshard.cost.machine.device import Device
 from autoshard.cost.passes import Passes
 from autoshard.dtypes import dtype_bytes
@@ -41,10 +40,6 @@ FUSED = LOOPS | {"reduce"}
 MOST_OPERANDS = 64
 SMALL = 1024
 """Bytes of an array from which on reading it once is a reason for multi-output fusion."""
-LIBRARY_CALL = 10e-6
-"""Seconds that the latency hiding scheduler assumes for any convolution."""
-SHORTEST_SUM = 2e-6
-"""Least seconds that it assumes for a reduction."""
 PREALLOCATED, SCHEDULED = 0.75, 0.8
 """Parts of a GPU's memory: a kind's `usable_bytes`, and what the latency hiding scheduler counts on, of which it fills
 `Device.slop` percent beside arguments and results (`GetSchedulerMemoryLimit`)."""
@@ -144,8 +139,8 @@ class GpuBackend(Backend):
         sums = Sums(program)
         kernels = merged_outputs(
             kernels,
-            partial(_elements, arrays),
-            lambda array: arrays[array].bytes >= SMALL,
+            partial(_elements, program),
+            lambda array: arrays[array].bytes >= SMALL and not _makes_product(program, array),
             _reads_few,
             sums.of,
             sums.joins,
@@ -154,7 +149,7 @@ class GpuBackend(Backend):
         for kernel in kernels:
             if kernel.kind == "all-reduce" or _makes_sums_of_rows(kernel, sums):
                 kernel.shares = True
-        merged = combined(kernels, key, size, COMBINE_BYTES)
+        merged = combined(kernels, key, size, COMBINE_BYTES, results=program.results)
         found = []
         for kernel in merged:
             if kernel.kind == "all-reduce" and len(kernel.writes) > 1:
@@ -190,17 +185,12 @@ class GpuBackend(Backend):
         if not self.device.slop or 0.0 < self.device.compute_capability < HOPPER:
             return kernels, order
         moves = [kernel.kind in COLLECTIVES for kernel in kernels]
-        takes = [self._seconds(kernel, program) for kernel in kernels]
-        products = [_is(kernel, "dot_general", program) for kernel in kernels]
-        views = [
-            len(kernel.writes) > 1
-            or _is(kernel, "convolution", program)
-            or any(products[user] for user in deps.users[number])
-            for number, kernel in enumerate(kernels)
-        ]
+        sums = Sums(program)
+        takes = [kernel_seconds(kernel, program, self.device, sums) for kernel in kernels]
         found = list(kernels)
         numbers = []
-        for number, ends in overlapped(order, deps, takes, moves, views, pressure=self._pressure(kernels, program)):
+        limit, reads = self._pressure(kernels, program), _reads(kernels, program)
+        for number, ends in overlapped(order, deps, takes, moves, reads, pressure=limit):
             if ends:
                 kernel = kernels[number]
                 held = kernel.writes if kernel.shares else (*kernel.reads, *kernel.writes)
@@ -230,21 +220,53 @@ class GpuBackend(Backend):
         )
         return Pressure(0.01 * device.slop * (SCHEDULED * memory - outside), reads, makes, size)
 
-    def _seconds(self, kernel: Kernel, program: Lowered) -> float:
-        """A kernel's seconds as the scheduler estimates (`SolLatencyEstimator`): without launch, except of dots."""
-        if kernel.kind == BARRIER:
-            return 0.0
-        arrays, device = program.arrays, self.device
-        reads = kernel.writes if kernel.kind == "slice" else kernel.reads
-        moved = sum(arrays[array].bytes for array in (*reads, *kernel.writes))
-        if kernel.kind in COLLECTIVES:
-            return device.collective_overhead + moved / device.links[0].bandwidth
-        if _is(kernel, "convolution", program):
-            return LIBRARY_CALL
-        if _is(kernel, "dot_general", program):
-            return roofline_seconds(kernel.flops, moved, "f32", device)
-        traffic = moved / device.memory_bandwidth
-        return max(traffic, SHORTEST_SUM) if _is(kernel, "reduce", program) else traffic
+
+def _reads(kernels: Sequence[Kernel], program: Lowered) -> Reads:
+    """What kernels read: products of more than two dims through bitcasts, results of several through elements."""
+    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+    viewed: list[int | None] = [None] * len(kernels)
+    known: dict[Hashable, int] = {}
+
+    def instruction(key: Hashable, of: int | None) -> int:
+        if key not in known:
+            known[key] = len(viewed)
+            viewed.append(of)
+        return known[key]
+
+    found = []
+    for kernel in kernels:
+        bitcasts = _bitcasts(kernel, program)
+        read = []
+        for array in dict.fromkeys(kernel.reads):
+            one = maker.get(array)
+            if one is None or len(kernels[one].writes) > 1 or _is(kernels[one], "convolution", program):
+                one = instruction(array, one)
+            if array in bitcasts:
+                one = instruction((array, bitcasts[array]), one)
+            read.append(one)
+        found.append(list(dict.fromkeys(read)))
+    return Reads(found, viewed)
+
+
+def _bitcasts(kernel: Kernel, program: Lowered) -> dict[int, bool]:
+    """Operands of a kernel's products that are bitcast to matrices -> whether to a transposed one.
+
+    That is a left operand all of whose dims but the last are contracted.
+    """
+    found: dict[int, bool] = {}
+    steps = {array: step for number in kernel.steps for step in [program.steps[number]] for array in step.writes}
+    for number in kernel.steps:
+        step = program.steps[number]
+        if step.kind != "dot_general":
+            continue
+        depth = matrices_of(program, step)[-1]
+        for place, array in enumerate(step.reads[:2]):
+            while array in steps and steps[array].kind in ("reshape", "transpose"):
+                array = steps[array].reads[0]
+            shape = program.arrays[array].shape or ()
+            if len(shape) > 2:
+                found[array] = place == 0 and math.prod(shape[:-1]) == depth
+    return found
 
 
 def _for_libraries(program: Lowered, device: Device) -> Lowered:
@@ -326,12 +348,13 @@ def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
     return any(program.steps[number].kind == kind for number in kernel.steps)
 
 
-def _elements(arrays: Sequence[Array], kernel: Kernel) -> int | None:
+def _elements(program: Lowered, kernel: Kernel) -> int | None:
     """Elements over which a loop or reduction iterates: kernels with equal ones may merge."""
     if kernel.kind not in FUSED:
         return None
-    counted = (*kernel.writes, *kernel.reads) if kernel.kind == "reduce" else kernel.writes[:1]
-    return max(math.prod(arrays[array].shape or (0,)) for array in counted) or None
+    step = program.steps[kernel.steps[-1]]
+    array = step.reads[0] if step.kind == "reduce" else kernel.writes[0]
+    return math.prod(program.arrays[array].shape or (0,)) or None
 
 
 def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
@@ -340,6 +363,12 @@ def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
     As seen in a cross-entropy's gradient beside a sum of it.
     """
     return kernel.kind in FUSED and len(kernel.writes) > 1 and sums.makes_rows(kernel)
+
+
+def _makes_product(program: Lowered, array: int) -> bool:
+    """Whether a product makes an array: what reads a Triton kernel's result does not merge for that."""
+    maker = program.arrays[array].maker
+    return maker >= 0 and program.steps[maker].kind == "dot_general"
 
 
 def _reads_few(one: Kernel, other: Kernel) -> bool:

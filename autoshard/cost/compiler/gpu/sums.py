@@ -23,6 +23,7 @@ _CARRIED = COLLECTIVES | {
 """Kinds whose result has the layout of an operand."""
 
 
+UNARY = frozenset({"convert", "negate", "exponential"})
 LONGEST_ROW = 16384
 """Elements of a row that one kernel sums (`ReductionDimensionRaceFreeBound`); longer rows take two."""
 
@@ -34,6 +35,7 @@ class Sums:
         """For a program before multi-output fusion."""
         self.program = program
         self.orders = _orders(program)
+        self.centring: dict[int, bool] = {}
 
     def over(self, step: Step) -> tuple[tuple[bool, int], ...] | None:
         """(whether reduced, elements) of a reduction's dims, major to minor, with neighbours merged.
@@ -59,10 +61,40 @@ class Sums:
         return None if step is None or step.kind != "reduce" else self.over(step)
 
     def joins(self, array: int) -> bool:
-        """Whether users of an array may merge with its producer: not if that sums columns, or long rows."""
+        """Whether users of an array may merge with its producer: with a sum if that is of rows that they centre."""
+        step = self._maker(array)
+        return step is None or step.kind != "reduce" or (_is_of_rows(self.over(step)) and self.centres(step))
+
+    def centres(self, step: Step) -> bool:
+        """Whether a row's sum and what it is of have a common user, as in a softmax or a mean that is subtracted.
+
+        That is a diamond (`SoftmaxRewriterTriton`), and so the start of a Triton kernel, which other sums of what has
+        been centred join: a variance.
+        """
+        if step.op not in self.centring:
+            self.centring[step.op] = False
+            array, maker = step.reads[0], self._maker(step.reads[0])
+            while len(self._readers(array)) == 1 and maker is not None and maker.kind in UNARY:
+                array, maker = maker.reads[0], self._maker(maker.reads[0])
+            self.centring[step.op] = len(self._readers(array)) > 1 or self._is_centred(array, 8)
+        return self.centring[step.op]
+
+    def _is_centred(self, array: int, depth: int) -> bool:
+        """Whether a value that no product reads is made from a row's sum that `centres`."""
+        step = self._maker(array)
+        if not depth or step is None or any(self.program.steps[one].flops for one in self._readers(array)):
+            return False
+        if step.kind == "reduce":
+            return _is_of_rows(self.over(step)) and self.centres(step)
+        within = step.kind in ELEMENTWISE or step.kind in ("broadcast_in_dim", "reshape")
+        return within and any(self._is_centred(each, depth - 1) for each in step.reads)
+
+    def _maker(self, array: int) -> Step | None:
         maker = self.program.arrays[array].maker
-        step = self.program.steps[maker] if maker >= 0 else None
-        return step is None or step.kind != "reduce" or _is_of_rows(self.over(step))
+        return self.program.steps[maker] if maker >= 0 else None
+
+    def _readers(self, array: int) -> Sequence[int]:
+        return self.program.arrays[array].readers
 
     def makes_rows(self, kernel: Kernel) -> bool:
         """Whether all reductions that a kernel returns are row reductions."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import Rules, overlapped
+from autoshard.cost.compiler.latency import Reads, Rules, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered
 from autoshard.cost.compiler.schedule import Dependencies
 from autoshard.cost.compiler.tpu.place import SHARE
@@ -73,7 +73,7 @@ def hidden(
         deps,
         [_seconds(kernel, program, device, size) for kernel in kernels],
         moves,
-        [len(kernel.writes) > 1 for kernel in kernels],
+        Reads.of_kernels(deps, [len(kernel.writes) > 1 for kernel in kernels]),
         [kernel.kind for kernel in kernels],
         Rules(edge=CYCLE, elements=True, at_once=AT_ONCE, viewing=CYCLE),
     )

@@ -166,9 +166,9 @@ def test_without_latency_hiding_weights_are_gathered_late() -> None:
 
 def test_with_less_memory_the_scheduler_gathers_fewer_weights_early() -> None:
     arguments = [f32(65536, 8192), *([f32(8192, 32768), f32(32768, 8192)] * 6)]
-    usual, less = (compiled(recomputed, arguments, UNDER_FSDP[:13], target) for target in ("h100:8", "h100+slop10:8"))
-    assert less.memory_bytes < 0.9 * usual.memory_bytes
-    assert less.prediction.peak_memory_bytes < usual.prediction.peak_memory_bytes
+    usual, less = (compiled(recomputed, arguments, UNDER_FSDP[:13], target) for target in ("h100:8", "h100+slop5:8"))
+    assert less.memory_bytes < 0.7 * usual.memory_bytes
+    assert less.prediction.peak_memory_bytes == pytest.approx(less.memory_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize("target", ["a100-80gb:8", "l40s:8"])
