@@ -3,9 +3,9 @@
 Loops fuse into loops, reductions and scatters as long as that moves fewer bytes (`PriorityFusion`). A matrix-vector dot
 becomes a reduction and an outer product a loop (`AlgebraicSimplifier`: dot strength reduction); any other dot fuses
 transposes, and is split along its contraction if that fills the GPU (`SplitkRewriter`). Collectives of one kind are
-combined up to 30 MiB of results (`kDefault*CombineThreshold`), in post-order; all-reduces work in place, combined ones on
-one array into which their operands are copied (`AllReduceContiguous`). Of three schedules the one with the lowest peak
-(`DefaultMemoryScheduler`) goes to the latency hiding scheduler (`latency.py`), from Hopper on.
+combined up to 30 MiB of results (`kDefault*CombineThreshold`), in post-order; all-reduces work in place, combined ones
+on one array into which their operands are copied (`AllReduceContiguous`). Of three schedules the one with the lowest
+peak (`DefaultMemoryScheduler`) goes to the latency hiding scheduler (`latency.py`), from Hopper on.
 """
 
 from __future__ import annotations

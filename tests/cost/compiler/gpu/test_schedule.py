@@ -86,7 +86,7 @@ def test_gathers_last_as_long_as_the_scheduler_takes_them_to(target, shape, axes
 
 
 def test_a_left_operand_all_of_whose_rows_are_contracted_has_a_bitcast_of_its_own() -> None:
-    """Gradients of weights: by it they make more kernels ready than the gradients of inputs beside them, and go first."""
+    """Gradients of weights: with it they make more ready than gradients of inputs beside them, and go first."""
 
     def gradients(x: jax.Array, y: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.einsum("bsi,bso->io", x, y), jnp.einsum("bso,io->bsi", y, w)
