@@ -30,10 +30,6 @@ COMPILES = 3
 SECONDS = 300.0
 """Most seconds of compiling, in all."""
 
-LITTLE, MUCH = 10, 60
-"""Percentage of memory for XLA's latency hiding scheduler up to which more is tried, and how much then: with 60 % it
-hides nearly all that it can."""
-
 Solve = Callable[[PlanningOptions], Chosen]
 
 
@@ -88,7 +84,6 @@ class _Confirming:
             except CompileError as error:
                 return self.within_limit(found), self.said("not confirmed", note=str(error).splitlines()[0])
             if needed <= room:
-                found, needed = self.hiding(found, needed)
                 return self.within_limit(found), self.said("fits", compiled_bytes=needed)
             self.least = min(self.least, needed)
             found = self.smaller(found, room / needed)
@@ -117,24 +112,6 @@ class _Confirming:
         finally:
             self.seconds += time.perf_counter() - started
             self.compiles += 1
-
-    def hiding(self, found: Chosen, needed: int) -> tuple[Chosen, int]:
-        """The choice with latency hiding where it has little or none, if that fits as compiled; bytes that it takes.
-
-        What the scheduler holds is mispredicted most, and hiding is worth a compile.
-        """
-        slop, left = found.candidate.slop, self.compiles < COMPILES and self.seconds < SECONDS
-        if slop is None or slop > LITTLE or not left:
-            return found, needed
-        other = replace(found, candidate=found.candidate.with_slop(MUCH))
-        try:
-            more, room = self.compiled(other)
-        except CompileError:
-            more, room = needed + 1, needed
-        if more <= room:
-            return other, more
-        self.target = confirming_target(found.candidate.mesh, self.options.refine)
-        return found, needed
 
     def smaller(self, found: Chosen, share: float) -> Chosen:
         """A choice of which that share is predicted, or less; where there is none, the one of least memory.

@@ -89,26 +89,6 @@ def test_a_plan_that_does_not_fit_is_planned_again_within_less(compiler):
     assert found.candidate.memory == 100, "the limit in the plan is the one that was asked for"
 
 
-@pytest.mark.parametrize(("hiding", "slop"), [(90, 60), (110, 0)])
-def test_a_plan_without_latency_hiding_is_compiled_with_it_too(compiler, monkeypatch, hiding, slop):
-    mesh = Mesh((2, 4), device="h100:8")
-    small, large = (SimpleNamespace(peak_memory_bytes=size, specs={}) for size in (95, 150))
-
-    def with_slop(self, percent):
-        return replace(self, mesh=device.with_slop(mesh, percent), prediction=large if percent else small, slop=percent)
-
-    def road(options):
-        return Chosen(Candidate(mesh, None, small, memory=100, graph=GRAPH).with_slop(0))
-
-    monkeypatch.setattr(Candidate, "with_slop", with_slop)
-    compiler.answer = {95: 95, 150: hiding}.__getitem__
-    found, said = ask(road)
-    assert [target for *_, target in compiler.calls] == ["h100+slop0:1x8", "h100+slop60:1x8"]
-    assert found.candidate.slop == slop
-    kept = (min(hiding, 95), f"h100+slop{slop}:1x8")
-    assert (said.verdict, said.compiled_bytes, said.target, said.compiles) == ("fits", *kept, 2)
-
-
 def test_three_plans_are_compiled_at_most(compiler):
     road = Road()
     compiler.answer = lambda predicted: 101 + predicted
