@@ -1,13 +1,11 @@
 """`plan(..., confirm=…)`, with compilers played: which plans they are asked about, and what comes of their answers."""
 
-from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 
 import autoshard
-from autoshard.cost.machine import device
 from autoshard.mesh import Mesh
 from autoshard.planning import confirm
 from autoshard.planning.candidate import Candidate, Chosen

@@ -40,7 +40,7 @@ def planned(remat: str, memory: float | None) -> autoshard.Plan:
         model = Net().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.empty(64, 1024, 256, device="meta", dtype=torch.bfloat16)
-    given = {"mesh": (2,), "device": "h100", "loss_fn": loss, "optimizer": optimizer, "memory": memory}
+    given = {"mesh": (2,), "device": "a100-80gb", "loss_fn": loss, "optimizer": optimizer, "memory": memory}
     return autoshard.plan(model, x, **given, remat=remat)
 
 

@@ -23,7 +23,7 @@ from autoshard.show.report import scheduler_lines
 from autoshard.stablehlo.reader import build_graph
 
 MESH = Mesh((2, 4), device="h100:2x4")
-LESS = SLOPS[1]
+LESS = SLOPS[0]
 SECONDS = 5.0
 """Time limit of each solve."""
 

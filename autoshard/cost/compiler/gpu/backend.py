@@ -56,10 +56,27 @@ class GpuFusion(Fusion):
         """For one device's program."""
         super().__init__(program)
         self.little = self._broadcasts()
+        self.sums = Sums(program)
+        self.centred = self._centred()
 
     def inlined(self, step: Step) -> bool:
-        """Loops, and reductions after a split-K dot."""
-        return step.kind in LOOPS or step.kind == SPLIT_K_SUM
+        """Loops, reductions after a split-K dot, and sums of rows that are centred."""
+        return step.kind in LOOPS or step.kind == SPLIT_K_SUM or self._centres(step)
+
+    def _centres(self, step: Step) -> bool:
+        return step.kind == "reduce" and self.sums.joins(step.writes[0])
+
+    def _centred(self) -> set[int]:
+        """Arrays of loops after sums of rows that are centred: Triton kernels compute them, and no other reduction."""
+        found: set[int] = set()
+        for step in self.steps:
+            within = step.kind in LOOPS and not found.isdisjoint(step.reads)
+            if within or self._centres(step):
+                found.update(array for array in step.writes if not self._product_reads(array))
+        return found
+
+    def _product_reads(self, array: int) -> bool:
+        return any(self.steps[reader].flops for reader in self.arrays[array].readers)
 
     def absorbs(self, step: Step) -> bool:
         """Loops, reductions, pooling and scatters fuse loops."""
@@ -68,6 +85,8 @@ class GpuFusion(Fusion):
     def takes(self, reader: int, number: int) -> bool:
         """All but a scatter's first operand, which is updated in place."""
         step = self.steps[reader]
+        if step.kind == "reduce" and not self._centres(step) and not self.centred.isdisjoint(self.steps[number].writes):
+            return False
         if step.kind == "scatter" and step.reads and step.reads[0] in self.steps[number].writes:
             return False
         return super().takes(reader, number)
@@ -78,7 +97,7 @@ class GpuFusion(Fusion):
 
     def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether duplicating a step moves more bytes than one write and a read per user."""
-        if step.kind in ("slice", SLICE):  # it reads as much as it returns
+        if step.kind in ("slice", SLICE) or self._centres(step):  # it reads as much as it returns
             return False
         array = self.arrays[step.writes[0]]
         sizes = [(self.arrays[operand].bytes, self.little.get(operand)) for operand in dict.fromkeys(step.reads)]
@@ -139,7 +158,7 @@ class GpuBackend(Backend):
         sums = Sums(program)
         kernels = merged_outputs(
             kernels,
-            partial(_elements, program),
+            partial(_elements, program, sums),
             lambda array: arrays[array].bytes >= SMALL and not _makes_product(program, array),
             _reads_few,
             sums.of,
@@ -334,7 +353,7 @@ def _keep_viewed(kernels: Sequence[Kernel], program: Lowered, sums: Sums) -> Non
             continue
         made = {array: maker[array] for array in kernel.reads if array in maker}
         kernel.viewed = frozenset(array for array, one in made.items() if _is_viewed(one, program))
-        if sums.normalises(kernel):
+        if sums.is_triton(kernel):
             kernel.displaced |= {*kernel.reads}
 
 
@@ -348,12 +367,12 @@ def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
     return any(program.steps[number].kind == kind for number in kernel.steps)
 
 
-def _elements(program: Lowered, kernel: Kernel) -> int | None:
-    """Elements over which a loop or reduction iterates: kernels with equal ones may merge."""
-    if kernel.kind not in FUSED:
+def _elements(program: Lowered, sums: Sums, kernel: Kernel) -> int | None:
+    """Elements over which a loop or reduction iterates: kernels with equal ones may merge; Triton kernels never do."""
+    if kernel.kind not in FUSED or sums.is_triton(kernel):
         return None
     step = program.steps[kernel.steps[-1]]
-    array = step.reads[0] if step.kind == "reduce" else kernel.writes[0]
+    array = step.reads[0] if step.kind == "reduce" and step.reads else kernel.writes[0]
     return math.prod(program.arrays[array].shape or (0,)) or None
 
 

@@ -12,7 +12,7 @@ import math
 from autoshard.attention.form import KINDS as ATTENTIONS
 from autoshard.cost.compiler.gpu.sums import Sums
 from autoshard.cost.compiler.kernels import Kernel, operand_dtype
-from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered
+from autoshard.cost.compiler.lowered import COLLECTIVES, Lowered, matrices_of
 from autoshard.cost.machine.collectives import Collective, group_sizes
 from autoshard.cost.machine.device import Device
 from autoshard.experts.form import KINDS as EXPERTS
@@ -22,8 +22,8 @@ CALLS = frozenset({"convolution", "custom_call", *ATTENTIONS, *EXPERTS})
 CALL, TRITON = 10e-6, 1e-8
 """Seconds of any of them; of a normalisation, a Triton kernel."""
 SHORTEST_SUM = 2e-6
-PRODUCTS = 0.8
-"""Of the peak, which large products reach."""
+PRODUCTS, NARROW = 0.82, 200
+"""Of the peak, which large products reach; one whose smallest dim is this takes twice as long."""
 
 START, RATE = 40e-6, 390e9
 """Of a collective within a host: seconds, and bytes per second of its larger side."""
@@ -49,9 +49,11 @@ def kernel_seconds(kernel: Kernel, program: Lowered, device: Device, sums: Sums)
     if kinds & CALLS:
         return CALL
     if "dot_general" in kinds:
+        dot = next(step for number in kernel.steps if (step := program.steps[number]).kind == "dot_general")
         working = kernel.flops / (PRODUCTS * device.peak_flops(operand_dtype(kernel, program)))
+        working *= 1 + NARROW / max(1, min(matrices_of(program, dot)[1:]))
         return max(working, moved / device.memory_bandwidth) + device.kernel_overhead
-    if sums.normalises(kernel) and sum(program.steps[number].kind == "reduce" for number in kernel.steps) > 1:
+    if sums.is_triton(kernel):
         return TRITON
     traffic = moved / device.memory_bandwidth
     return max(traffic, SHORTEST_SUM) if "reduce" in kinds else traffic

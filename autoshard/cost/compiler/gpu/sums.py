@@ -73,6 +73,8 @@ class Sums:
         """
         if step.op not in self.centring:
             self.centring[step.op] = False
+            if not step.reads:
+                return False
             array, maker = step.reads[0], self._maker(step.reads[0])
             while len(self._readers(array)) == 1 and maker is not None and maker.kind in UNARY:
                 array, maker = maker.reads[0], self._maker(maker.reads[0])
@@ -101,13 +103,9 @@ class Sums:
         made = [self.over(step) for step in self._steps(kernel) if not set(step.writes).isdisjoint(kernel.writes)]
         return bool(made) and all(over and over[-1][0] for over in made)
 
-    def normalises(self, kernel: Kernel) -> bool:
-        """Whether a kernel reduces only the minor-most dims, and uses the sums itself."""
-        read = {array for number in kernel.steps for array in self.program.steps[number].reads}
-        return any(
-            not read.isdisjoint(step.writes) and (over := self.over(step)) is not None and len(over) == 2 and over[1][0]
-            for step in self._steps(kernel)
-        )
+    def is_triton(self, kernel: Kernel) -> bool:
+        """Whether a kernel sums rows that it centres."""
+        return any(_is_of_rows(self.over(step)) and self.centres(step) for step in self._steps(kernel))
 
     def _steps(self, kernel: Kernel) -> list[Step]:
         steps = (self.program.steps[number] for number in kernel.steps)
