@@ -63,7 +63,11 @@ class Sums:
     def joins(self, array: int) -> bool:
         """Whether users of an array may merge with its producer: with a sum if that is of rows that they centre."""
         step = self._maker(array)
-        return step is None or step.kind != "reduce" or (_is_of_rows(self.over(step)) and self.centres(step))
+        if step is None or step.kind != "reduce":
+            return True
+        over = self.over(step)
+        alone = over is not None and not any(summed for summed, _ in over)  # sums of dims of one element
+        return alone or (_is_of_rows(over) and self.centres(step))
 
     def centres(self, step: Step) -> bool:
         """Whether a row's sum and what it is of have a common user, as in a softmax or a mean that is subtracted.
