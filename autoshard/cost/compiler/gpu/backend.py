@@ -83,7 +83,7 @@ class GpuFusion(Fusion):
         return super().absorbs(step) or step.kind in (SPLIT_K_SUM, "scatter", "reduce_window")
 
     def takes(self, reader: int, number: int) -> bool:
-        """All but a scatter's first operand, which is updated in place."""
+        """All but a scatter's first operand, updated in place, and centred rows into a sum that centres none."""
         step = self.steps[reader]
         if step.kind == "reduce" and not self._centres(step) and not self.centred.isdisjoint(self.steps[number].writes):
             return False
@@ -96,8 +96,11 @@ class GpuFusion(Fusion):
         return False
 
     def reads_more(self, step: Step, kernels: int) -> bool:
-        """Whether duplicating a step moves more bytes than one write and a read per user."""
-        if step.kind in ("slice", SLICE) or self._centres(step):  # it reads as much as it returns
+        """Whether duplicating a step moves more bytes than one write and a read per user.
+
+        A slice reads as much as it returns; each Triton kernel computes its own sum of rows that it centres.
+        """
+        if step.kind in ("slice", SLICE) or self._centres(step):
             return False
         array = self.arrays[step.writes[0]]
         sizes = [(self.arrays[operand].bytes, self.little.get(operand)) for operand in dict.fromkeys(step.reads)]

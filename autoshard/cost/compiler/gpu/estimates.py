@@ -19,9 +19,9 @@ from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.groups import BARRIER
 
 CALLS = frozenset({"convolution", "custom_call", *ATTENTIONS, *EXPERTS})
-CALL, TRITON = 10e-6, 1e-8
-"""Seconds of any of them; of a normalisation, a Triton kernel."""
-SHORTEST_SUM = 2e-6
+"""Kinds of steps that compile to custom calls."""
+CALL, TRITON, SHORTEST_SUM = 10e-6, 1e-8, 2e-6
+"""Seconds of a custom call; of a Triton kernel (a layer norm or softmax); of a reduction, at least."""
 PRODUCTS, NARROW = 0.82, 200
 """Of the peak, which large products reach; one whose smallest dim is this takes twice as long."""
 
@@ -32,6 +32,7 @@ BEGIN, TRIP, CHUNK, CHUNK_BYTES, HEADERS = 45e-6, 31e-6, 6e-6, 4 * 2**20, 1.025
 ADAPTER, ADAPTERS = {"h100": 25e9}, 50e9
 """Bytes per second of a network adapter, by kind, and of other kinds."""
 PER_HOST = 8
+"""GPUs, and network adapters, of a host as XLA assumes it."""
 UNKNOWN = 5e-3
 """Seconds of groups of which a host has no whole number of rings."""
 
