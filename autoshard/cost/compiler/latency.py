@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.schedule import Dependencies
 
 EDGE = 1e-6
@@ -38,13 +37,11 @@ class Rules:
 
     Attributes:
         edge: seconds between a kernel and its user.
-        elements: whether a user of one tuple element suffices to make the tuple's kernel ready.
         at_once: kind -> limit of collectives of that kind in flight; else 1.
         viewing: seconds of a get-tuple-element or bitcast.
     """
 
     edge: float = EDGE
-    elements: bool = False
     at_once: Mapping[str, int] = field(default_factory=dict)
     viewing: float = 0.0
 
@@ -65,11 +62,41 @@ class Reads:
     viewed: Sequence[int | None]
 
     @classmethod
-    def of_kernels(cls, deps: Dependencies, views: Sequence[bool]) -> Reads:
-        """Kernels that are read as they are, or each as one instruction that all of its users share."""
-        count = len(views)
-        places = {number: count + place for place, number in enumerate(np.flatnonzero(views).tolist())}
-        return cls([[places.get(one, one) for one in read] for read in deps.waits], [*[None] * count, *places])
+    def of_arrays(
+        cls,
+        kernels: Sequence[Kernel],
+        several: Callable[[Kernel], bool] = lambda kernel: len(kernel.writes) > 1,
+        bitcasts: Callable[[Kernel], Mapping[int, Hashable]] = lambda kernel: {},
+    ) -> Reads:
+        """Arguments, kernels, and elements of those that return tuples.
+
+        Args:
+            several: whether a kernel returns a tuple.
+            bitcasts: of a kernel, array that it reads through a bitcast -> which bitcast of it.
+        """
+        maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+        viewed: list[int | None] = [None] * len(kernels)
+        known: dict[Hashable, int] = {}
+
+        def instruction(key: Hashable, of: int | None) -> int:
+            if key not in known:
+                known[key] = len(viewed)
+                viewed.append(of)
+            return known[key]
+
+        found = []
+        for kernel in kernels:
+            through = bitcasts(kernel)
+            read = []
+            for array in kernel.reads:
+                one = maker.get(array)
+                if one is None or several(kernels[one]):
+                    one = instruction(array, one)
+                if array in through:
+                    one = instruction((array, through[array]), one)
+                read.append(one)
+            found.append(list(dict.fromkeys(read)))
+        return cls(found, viewed)
 
 
 class Pressure:
@@ -217,7 +244,7 @@ class _Backwards:
                 self.views[viewed] = True
         self.viewing, self.at_once, self.kinds = rules.viewing, rules.at_once, kinds
         self.deps, self.takes, self.moves = deps, takes, moves
-        self.edge, self.elements = rules.edge, rules.elements
+        self.edge = rules.edge
         self.place = {number: position for position, number in enumerate(order)}
         self.before = [0.0] * len(takes)  # seconds of collectives before a kernel, in sequence
         self.through = [0.0] * len(takes)  # the same with its own
@@ -342,12 +369,8 @@ class _Backwards:
 
     def _unlocks(self, number: int) -> _Rank:
         """Rank: less for users of a collective, for kernels that make more others ready, and for later ones."""
-        makers = self.deps.waits[number]
-        ends = any(self.moves[maker] for maker in makers)
-        if self.elements:
-            freed = sum(self.waiting[maker] == 1 or self.views[maker] for maker in makers)
-        else:
-            freed = sum(self.left[one] == 1 for one in self.reads.of[number])
+        ends = any(self.moves[maker] for maker in self.deps.waits[number])
+        freed = sum(self.left[one] == 1 for one in self.reads.of[number])
         return not ends, -freed, -self.place[number]
 
     def _unlocks_more(self, number: int) -> None:
@@ -406,8 +429,6 @@ class _Backwards:
             self.waiting[maker] -= 1
             if not self.waiting[maker]:
                 self._release(maker)
-            elif self.waiting[maker] == 1 and self.elements:
-                self._unlocks_more(next(reader for reader in self.deps.frees[maker] if not self.is_placed[reader]))
         for one in self.reads.of[number]:
             self._read_once(one)
 

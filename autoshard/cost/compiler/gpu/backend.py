@@ -244,30 +244,12 @@ class GpuBackend(Backend):
 
 
 def _reads(kernels: Sequence[Kernel], program: Lowered) -> Reads:
-    """What kernels read: products of more than two dims through bitcasts, results of several through elements."""
-    maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
-    viewed: list[int | None] = [None] * len(kernels)
-    known: dict[Hashable, int] = {}
-
-    def instruction(key: Hashable, of: int | None) -> int:
-        if key not in known:
-            known[key] = len(viewed)
-            viewed.append(of)
-        return known[key]
-
-    found = []
-    for kernel in kernels:
-        bitcasts = _bitcasts(kernel, program)
-        read = []
-        for array in dict.fromkeys(kernel.reads):
-            one = maker.get(array)
-            if one is None or len(kernels[one].writes) > 1 or _is(kernels[one], "convolution", program):
-                one = instruction(array, one)
-            if array in bitcasts:
-                one = instruction((array, bitcasts[array]), one)
-            read.append(one)
-        found.append(list(dict.fromkeys(read)))
-    return Reads(found, viewed)
+    """What kernels read: products of more than two dims through bitcasts; cuDNN's convolutions return tuples."""
+    return Reads.of_arrays(
+        kernels,
+        lambda kernel: len(kernel.writes) > 1 or _is(kernel, "convolution", program),
+        lambda kernel: _bitcasts(kernel, program),
+    )
 
 
 def _bitcasts(kernel: Kernel, program: Lowered) -> dict[int, bool]:

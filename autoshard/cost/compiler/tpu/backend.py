@@ -260,10 +260,8 @@ class TpuBackend(CoarseTpuBackend):
         )
 
     def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
-        """Whether the latency hiding scheduler has anything to do; a program with barriers keeps its order."""
-        if not hides_latency(self.device) or any(kernel.kind == BARRIER for kernel in kernels):
-            return False
-        return any(asynchronous(kernel, program) for kernel in kernels)
+        """Whether the latency hiding scheduler has anything to do."""
+        return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The memory scheduler's order, or the latency hiding scheduler's if collectives are asynchronous.

@@ -2,9 +2,8 @@
 
 It is XLA's (`cost/compiler/latency.py`), with its own costs in cycles; its log gives all of them, and every choice
 (libtpu 0.0.51, `TPU_VMODULE=latency_hiding_scheduler=10`). From the logged graph and costs all but one of 6,518 choices
-in eight compiled steps follow. From the graph here, without tuple elements, 88 to 100 % of the kernels above 5,000
-cycles are in their place in five steps. A program without asynchronous collectives keeps the memory scheduler's order,
-as does one whose gathers run on sparse cores (v5p, v6e).
+in eight compiled steps follow. A program without asynchronous collectives keeps the memory scheduler's order, as does
+one whose gathers run on sparse cores (v5p, v6e).
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def hidden(
         deps,
         [_seconds(kernel, program, device, size) for kernel in kernels],
         moves,
-        Reads.of_kernels(deps, [len(kernel.writes) > 1 for kernel in kernels]),
+        Reads.of_arrays(kernels),
         [kernel.kind for kernel in kernels],
-        Rules(edge=CYCLE, elements=True, at_once=AT_ONCE, viewing=CYCLE),
+        Rules(edge=CYCLE, at_once=AT_ONCE, viewing=CYCLE),
     )
     found = dict.fromkeys(number for number, end in placed if not (end and moves[number]))
     return right_before(list(found), filling(kernels, deps), deps.makers)
