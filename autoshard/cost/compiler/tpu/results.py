@@ -1,9 +1,10 @@
-"""Multi-output fusion on TPU: contractions and loops with users of their results, and reductions of these.
+"""Multi-output fusion on TPU: contractions and loops with users of their results, reductions of these, slices.
 
 As compiled (libtpu 0.0.51, v5e and v5p; transformers under three plans, and single ops in tests): row and column
 reductions of a contraction's or a loop's result are further results of its kernel, as are elementwise users; reductions
 of one array are one kernel; not so one that needs another reduction first, as a variance needs the mean. Convolutions
-count as contractions, and reductions over their strips do too (batch norms); not windowed einsums.
+count as contractions, and reductions over their strips do too (batch norms); not windowed einsums. Slices of one array,
+such as queries, keys and values of one projection, are one kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autoshard.graph.groups import ELEMENTWISE
 
 
 def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
-    """Merge contractions with their users; then loops with reductions, and reductions of one array."""
+    """Merge contractions with their users; then loops with reductions, reductions of one array, and slices of one."""
     arrays, steps = program.arrays, program.steps
     sums = {array for kernel in kernels if kernel.kind == "reduce" for array in kernel.writes}
     products = {array for kernel in kernels if kernel.flops for array in kernel.writes}
@@ -55,8 +56,17 @@ def several_results(kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         alike=lambda one, other: "reduce" in (one.kind, other.kind),
         passes=lambda array: array not in sums,
     )
+    kernels = merged_outputs(kernels, lambda kernel: _sliced(kernel, program), lambda array: True)
     _leave_out(kernels, program)
     return kernels
+
+
+def _sliced(kernel: Kernel, program: Lowered) -> Hashable:
+    """Elements of each result of a kernel that slices and transposes an array; None for other kernels."""
+    kinds = {program.steps[number].kind for number in kernel.steps}
+    if not kinds or not kinds <= {"slice", "transpose"} or "slice" not in kinds:
+        return None
+    return tuple(program.arrays[array].elements for array in kernel.writes)
 
 
 def _alone(program: Lowered, step: Step) -> bool:
