@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoshard.attention.dims import BLOCK
 from autoshard.attention.form import FORWARD, KINDS
 from autoshard.cost.compiler.lowered import (
     ATTENTION,
@@ -351,28 +352,49 @@ def attentions_by_rows(program: Lowered) -> Lowered:
 
 
 def kernels_by_rows(program: Lowered) -> Lowered:
-    """Row-major copies around the kernels of attentions kept as one op; a log-sum-exp fills all lanes of its kernel."""
+    """Row-major copies around the kernels of attentions kept as one op, of whole blocks of queries and of keys.
+
+    A log-sum-exp fills all lanes of its kernel.
+    """
     kernels = {number for number, step in enumerate(program.steps) if step.kind in KINDS}
     if not kernels:
         return program
     rewriter = Rewriter(program)
     copies: dict[int, int] = {}
+
+    def in_blocks(array: int, sums: bool) -> int:
+        """A kernel's copy of an array of (…, rows, features), or of the (…, rows) of sums; or the array itself."""
+        shape = program.arrays[array].shape or ()
+        if sums or len(shape) < 4:
+            return array if _is_row_major(program, array) else _row_major(rewriter, array)
+        padded = (*shape[:-2], _in_whole(shape[-2]), shape[-1])
+        if padded == shape and _is_row_major(program, array):
+            return array
+        return rewriter.array(array, rewriter.arrays[array].bytes * row_major(padded) // max(1, math.prod(shape)))
+
     for _, step in rewriter.changing(kernels):
-        for source in step.reads:
-            if source not in copies and not _is_row_major(program, source):
-                copies[source] = rewriter.copy(source, step.op, _row_major(rewriter, source))
+        backward = step.kind != FORWARD
+        for place, source in enumerate(step.reads):
+            if source not in copies:
+                rows = in_blocks(source, sums=backward and place == len(step.reads) - 2)
+                if rows != source:
+                    copies[source] = rewriter.copy(source, step.op, rows)
         written = []
         for place, made in enumerate(step.writes):
-            rows = made if _is_row_major(program, made) else _row_major(rewriter, made)
-            if step.kind == FORWARD and place == 1:
-                rows = rewriter.array(made, LANES * rewriter.arrays[made].bytes)
-            written.append(rows)
+            rows = (program.arrays[made].shape or (1,))[-1]
+            lanes = LANES * rewriter.arrays[made].bytes * _in_whole(rows) // max(1, rows)
+            sums = not backward and place == 1
+            written.append(rewriter.array(made, lanes) if sums else in_blocks(made, sums=False))
         reads = tuple(copies.get(source, source) for source in step.reads)
         rewriter.emit(replace(step, reads=reads, writes=tuple(written)))
         for rows, made in zip(written, step.writes, strict=True):
             if rows != made:
                 rewriter.emit(Step("copy", step.op, (rows,), (made,)))
     return rewriter.result()
+
+
+def _in_whole(rows: int) -> int:
+    return -(-rows // BLOCK) * BLOCK
 
 
 def _is_row_major(program: Lowered, array: int) -> bool:
