@@ -74,7 +74,7 @@ def stages(kind: str, shapes: Sequence[Shape], *, apart: bool) -> Stages:
             _stage("x ids", "rows"), _stage("grad ids", "grads"),
             _stage("rows up", "wide", gates), _stage("grads down", "slope", 1),
             *((
-                _stage(f"{wide} slope", "of_weights"), _stage(f"{wide} slope weights", f"{gate} scaled"),
+                _stage(f"{wide} slope weights", "of_weights scaled"), _stage(f"{wide} slope weights", gate),
                 _stage(gate, "of_wide"),
             ) if apart else (
                 _stage(wide, "inner"), _stage("slope inner weights", "of_weights scaled"),

@@ -51,6 +51,7 @@ from autoshard.cost.compiler.tpu.strip_widths import (
 from autoshard.cost.machine import cycles
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.passes import Passes
+from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 THRESHOLD = 120 * 2**20
@@ -115,8 +116,8 @@ class CoarseTpuBackend(Backend):
         kernels = several_results(kernels, program)
 
         for kernel in kernels:
-            if kernel.kind in IN_PLACE:
-                kernel.shares = True
+            if kernel.kind in IN_PLACE or (kernel.kind in EXPERTS and len(kernel.writes) > 1 and not kernel.flops):
+                kernel.shares = True  # gradients of gates take over the buffer of what they multiply
             elif product_with_vectors(kernel, program) is None:
                 kernel.shares = False
 
