@@ -97,7 +97,7 @@ class CoarseTpuBackend(Backend):
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `TpuFusion`."""
-        return TpuFusion(program)
+        return TpuFusion(program, self.device)
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Merge elementwise kernels of one shape, and combine independent all-reduces over the same devices.

@@ -8,6 +8,7 @@ users.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +20,8 @@ from autoshard.cost.compiler.tpu.rewrite import convolved
 from autoshard.cost.compiler.tpu.strip_widths import annotated_view, enlarges
 from autoshard.cost.compiler.tpu.strips import halo_passes
 from autoshard.cost.machine.compute import CONTRACTIONS
-from autoshard.cost.machine.figures import figure, whole
+from autoshard.cost.machine.device import Device
+from autoshard.cost.machine.figures import figure, of_kind, whole
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
 MOVES = frozenset({"transpose", "reshape", "slice", "broadcast_in_dim", "concatenate", "pad", "reverse", SLICE})
@@ -35,6 +37,9 @@ MOST_AGAIN = 64
 asks.
 """
 
+OPERATIONS = {"convert": 0, "erf": 40, "divide": 4}
+"""Elementwise kind -> vector operations of an element; else 1."""
+
 LONGEST, WIDER = whole("fused_contraction"), figure("fused_width")
 """Longest contraction of a product whose kernel fuses several elementwise users."""
 
@@ -44,9 +49,13 @@ class TpuFusion(Fusion):
 
     recomputes = True
 
-    def __init__(self, program: Lowered) -> None:
+    def __init__(self, program: Lowered, device: Device | None = None) -> None:
         """For one device's program."""
         super().__init__(program)
+        kind = "" if device is None else device.kind
+        self.stores_erf = bool(of_kind("stored_erf", kind))
+        self.most_ops = of_kind("operations_again", kind)
+        self.on_chip = math.inf if device is None else device.on_chip_bytes or math.inf
         self.ends: set[int] = set()  # roots of contractions' kernels
         self.again_of: dict[int, bool] = {}  # array -> `_runs_again`
         self.parted: set[int] = set()  # arrays materialised for a dynamic-slice of a device's shard
@@ -234,23 +243,44 @@ class TpuFusion(Fusion):
         return made in self.parted and not self._reads(step, self.arrays[made].bytes)
 
     def expensive(self, step: Step) -> bool:
-        """No elementwise step is."""
-        return False
+        """No elementwise step but an error function, on some kinds of TPUs."""
+        return self.stores_erf and step.kind == "erf"
 
     def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether duplicating a step moves more bytes than one write and a read per user.
 
         As seen: an elementwise result of two arrays is duplicated into three kernels, not four; of three arrays into
         two, not three; of four not into two; of one array, or of smaller ones, into any number. The operand of a
-        dynamic-slice is materialised if it has other users.
+        dynamic-slice is materialised if it has other users. So is an operand of two contractions, larger than on-chip
+        memory, that takes more than some vector operations an element.
         """
         if kernels > 1 and step.kind == "multiply" and annotated_view(self.program, step):
             return True
         if kernels > 1 and any(self.steps[reader].kind == SLICE for reader in self.arrays[step.writes[0]].readers):
             self.parted.add(step.writes[0])
             return True
+        if kernels > 1 and self._costs_more(step):
+            return True
         made = self.arrays[step.writes[0]].bytes
         return self._reads(step, (kernels + 1) * made / (kernels - 1)) if kernels > 1 else False
+
+    def _costs_more(self, step: Step) -> bool:
+        made = self.arrays[step.writes[0]]
+        if made.bytes <= self.on_chip:
+            return False
+        todo, seen, operations = [step], {made.maker}, 0
+        while todo and operations <= self.most_ops:
+            one = todo.pop()
+            if one.kind == "erf" and self.stores_erf:
+                continue
+            operations += OPERATIONS.get(one.kind, 1) if one.kind in ELEMENTWISE else 0
+            for array in one.reads:
+                found = self.arrays[array]
+                if found.elements == made.elements and found.maker not in seen and found.maker >= 0:
+                    seen.add(found.maker)
+                    if self._runs_again(array):
+                        todo.append(self.steps[found.maker])
+        return operations > self.most_ops
 
     def _reads(self, step: Step, bytes: float) -> bool:
         """Whether a step reads more than so many bytes, recomputed producers included."""
