@@ -354,9 +354,9 @@ def _set(config: Any, model_type: str, name: str, text: str) -> None:
         config = getattr(config, part, None)
     aliases = dict(getattr(config, "attribute_map", {}))
     known = ({n for n in vars(config) if not n.startswith("_")} | set(aliases)) if config is not None else set()
-    if field not in known:
+    if field not in known and not _is_optional(config, field):
         raise SourceError(f"{model_type}'s configuration has no field {name!r}{_close(field, known)}")
-    old = getattr(config, field)
+    old = getattr(config, field, None)
     try:
         value = _typed(text, old)
     except ValueError:
@@ -366,6 +366,17 @@ def _set(config: Any, model_type: str, name: str, text: str) -> None:
         setattr(config, field, value)
     except Exception as error:
         raise SourceError(f"{model_type}'s {name} cannot be {text!r}: {_first_line(error)}") from error
+
+
+def _is_optional(config: Any, field: str) -> bool:
+    """Whether the model asks its configuration for a field that need not be there (Qwen3 MoE's `head_dim`)."""
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        found = importlib.util.find_spec(module)
+        text = Path(found.origin or "").read_text() if found is not None else ""
+    except (ImportError, OSError, ValueError):
+        return False
+    return f'getattr(config, "{field}", ' in text
 
 
 def _typed(text: str, old: Any) -> Any:

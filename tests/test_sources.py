@@ -131,6 +131,14 @@ def test_the_task_of_a_type() -> None:
     assert type(load_source("hf:llama", settings=small).model).__name__ == "LlamaForCausalLM"
 
 
+def test_a_field_that_a_model_may_be_given_is_one() -> None:
+    """Heads of 128 features in Qwen 3 30B: refused, as the default configuration has no such field."""
+    pytest.importorskip("transformers")
+    found = load_source("hf:qwen3_moe", settings={"head_dim": "128"}, layers=1)
+    shapes = {name: tuple(each.shape) for name, each in found.model.named_parameters()}
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (32 * 128, 2048)
+
+
 @pytest.mark.parametrize(("train", "text"), [("adamw", "labels"), (None, "decoder_input_ids")])
 def test_speech_is_heard(train: str | None, text: str) -> None:
     """Whisper is also a causal language model, which is its decoder alone."""
