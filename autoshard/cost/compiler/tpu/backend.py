@@ -28,7 +28,7 @@ from autoshard.cost.compiler.schedule import (
 )
 from autoshard.cost.compiler.tpu import rewrite, strips, units
 from autoshard.cost.compiler.tpu.conv_loops import allocated_early
-from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, convolves, reads_from_memory
+from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, reads_from_memory
 from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
 from autoshard.cost.compiler.tpu.groups import in_groups
 from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden, hides_latency
@@ -265,12 +265,9 @@ class TpuBackend(CoarseTpuBackend):
         return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
-        """The memory scheduler's order, or the latency hiding scheduler's if collectives are asynchronous.
-
-        Convolutional nets keep the memory scheduler's.
-        """
+        """The memory scheduler's order, or the latency hiding scheduler's if collectives are asynchronous."""
         lowest = self.lowest_peak(kernels, deps, program)
-        if not self._hides(kernels, program) or convolves(program):
+        if not self._hides(kernels, program):
             return lowest
         return hidden(lowest, kernels, deps, program, self.device, self.buffer_bytes)
 
@@ -281,7 +278,7 @@ class TpuBackend(CoarseTpuBackend):
 
         Sparse cores do those of large narrow tables.
         """
-        if not self._hides(kernels, program) or convolves(program):
+        if not self._hides(kernels, program):
             order = strips.arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
