@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
+from autoshard.api import manual_plan
 from autoshard.attention.form import FORWARD
+from autoshard.mesh import Mesh
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.json_format import dumps, loads
 from autoshard.stablehlo.annotate import annotate
@@ -30,6 +32,17 @@ def test_numbers_are_those_of_pytorch(made, how):
     report = verify_plan(loads(dumps(plan)), step, "cpu:8", run=True)
     assert report.run is not None
     assert report.run.equal, str(report.run)
+
+
+@of_torch_xla
+def test_a_plan_by_hand_says_nothing_of_what_is_computed_again_for_nothing():
+    """Mixtral under checkpoints: the second pass computes its experts, of which the backward pass reads no result."""
+    step = source()
+    step.model.gradient_checkpointing_enable()
+    graph = graph_of(step, "tpu-v5e")
+    plan = manual_plan("fsdp", graph.program, Mesh((2, 4), device="tpu-v5e"))
+    report = verify_plan(loads(dumps(plan)), step, "tpu-v5e:2x4")
+    assert report.fidelity.value < 0.05
 
 
 @pytest.mark.parametrize(("made", "how"), [*((source, how) for how in SPLITS), (gpt_oss, "experts and features")])

@@ -34,7 +34,8 @@ def executing(schedule: Schedule, call: Call, platform: Platform) -> AbstractCon
         none = (replicated(len(each.shape)) for each in op.results)
         wanted = tuple(schedule.pins.get((call.index, j), whole) for j, whole in enumerate(none))
         devices = tuple(runtime.xla_mesh(schedule.mesh).device_ids.flatten().tolist())
-        say = dims_of(kind, form, [each.shape for each in op.operands]).operands_say
+        needed = any((call.index, j) in schedule.pins for j in range(len(op.results)))  # not only computed again
+        say = dims_of(kind, form, [each.shape for each in op.operands]).operands_say if needed else ()
         reads = tuple(
             schedule.read(call.index, place) if place in say else replicated(len(each.shape))
             for place, each in enumerate(op.operands)
