@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autoshard.cost.compiler.kernels import LOOPS, Fusion, rank
-from autoshard.cost.compiler.lowered import SLICE, Lowered, Step
+from autoshard.cost.compiler.lowered import SLICE, Array, Lowered, Step
 from autoshard.cost.compiler.tpu.conv_loops import ring
 from autoshard.cost.compiler.tpu.loops import RING
 from autoshard.cost.compiler.tpu.rewrite import convolved
@@ -197,7 +197,7 @@ class TpuFusion(Fusion):
     def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
         if number in self.ends or step.parts >= RING or array in self.met or self._is_broadcast(step, array):
             return True
-        return super()._kept(number, step, array, readers, kernels)
+        return super()._kept(number, step, array, readers, kernels) or self._costs_more(step, kernels)
 
     def _extendable(self, step: Step) -> Iterator[int]:
         """The steps whose kernels `step` could extend: producers of operands without other users, last one first."""
@@ -251,25 +251,26 @@ class TpuFusion(Fusion):
 
         As seen: an elementwise result of two arrays is duplicated into three kernels, not four; of three arrays into
         two, not three; of four not into two; of one array, or of smaller ones, into any number. The operand of a
-        dynamic-slice is materialised if it has other users. So is an operand of two contractions, larger than on-chip
-        memory, that takes more than some vector operations an element.
+        dynamic-slice is materialised if it has other users.
         """
         if kernels > 1 and step.kind == "multiply" and annotated_view(self.program, step):
             return True
         if kernels > 1 and any(self.steps[reader].kind == SLICE for reader in self.arrays[step.writes[0]].readers):
             self.parted.add(step.writes[0])
             return True
-        if kernels > 1 and self._costs_more(step):
-            return True
         made = self.arrays[step.writes[0]].bytes
         return self._reads(step, (kernels + 1) * made / (kernels - 1)) if kernels > 1 else False
 
-    def _costs_more(self, step: Step) -> bool:
+    def _costs_more(self, step: Step, kernels: int) -> bool:
+        """Whether a contraction's operand takes many vector operations an element that other kernels do, too.
+
+        Of those larger than on-chip memory.
+        """
         made = self.arrays[step.writes[0]]
-        if made.bytes <= self.on_chip:
+        if step.kind not in ELEMENTWISE or made.bytes <= self.on_chip or not self._multiplied(made):
             return False
-        todo, seen, operations = [step], {made.maker}, 0
-        while todo and operations <= self.most_ops:
+        todo, seen, operations, elsewhere = [step], {made.maker}, 0, kernels > 1
+        while todo and len(seen) < MOST_AGAIN:
             one = todo.pop()
             if one.kind == "erf" and self.stores_erf:
                 continue
@@ -280,7 +281,14 @@ class TpuFusion(Fusion):
                     seen.add(found.maker)
                     if self._runs_again(array):
                         todo.append(self.steps[found.maker])
-        return operations > self.most_ops
+                        elsewhere = elsewhere or len(found.readers) > 1
+        return elsewhere and operations > self.most_ops
+
+    def _multiplied(self, array: Array) -> bool:
+        """Whether a contraction reads an array, as it is or moved."""
+        readers = [self.steps[one] for one in array.readers]
+        moved = (self.arrays[made] for one in readers if one.kind in MOVES for made in one.writes)
+        return any(one.kind in CONTRACTIONS for one in readers) or any(map(self._multiplied, moved))
 
     def _reads(self, step: Step, bytes: float) -> bool:
         """Whether a step reads more than so many bytes, recomputed producers included."""
