@@ -20,8 +20,10 @@ TIGHTER = 0.99
 """Factor on the proportional limit of the next solve, so that its prediction undershoots the limit."""
 WORTH_MORE = 1.02
 """How many times the predicted memory the limit must be for a solve with a higher limit."""
-SAME = 0.98
-"""Part of the predicted memory of one solve that is no less for the next, with a lower limit: no lower one helps."""
+SAME, LOWER = 0.98, 0.95
+"""Part of the predicted memory of one solve that is no less for the next, with so much lower a limit: no lower one
+helps.
+"""
 _ABOVE = 1 + 1e-6
 """Factor on the least peak that the solver reports, to make it feasible as a limit."""
 
@@ -86,7 +88,7 @@ def within_limit(problem: Solvable, limit: float | None, free: Candidate | None 
                 break
             asked *= TIGHTER * limit / predicted
             continue
-        stuck = asked < limit and predicted > SAME * least
+        stuck = asked < LOWER * limit and predicted > SAME * least
         least = min(least, predicted)
         if refused is not None:
             lowest = predicted

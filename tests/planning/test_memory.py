@@ -51,6 +51,21 @@ def test_where_the_prediction_is_above_the_limit_the_solver_is_asked_with_a_lowe
     assert peak(problem, None) == 150.0
 
 
+def test_a_limit_that_is_hardly_lower_may_be_lowered_again():
+    """Mixtral 8x7B on 32 v5p: 103.6 GB predicted under 102.8, 104.6 under 100.7: a plan by hand was taken."""
+
+    class Uneven(Counted):
+        def candidate(self, limit, before=None):
+            found = super().candidate(limit, before)
+            if limit is not None and limit > 100:
+                found.prediction.peak_memory_bytes = 103.6 if limit > 102 else 104.6
+            return found
+
+    problem = Uneven(times=1.04, most=110.0)
+    assert peak(problem, 102.8) <= 102.8
+    assert len(problem.asked) == 4
+
+
 def test_where_nothing_keeps_the_limit_the_least_predicted_is_said():
     problem = Counted(times=1.5, most=100.0)
     with pytest.raises(NoPlanError, match=r"no plan was found .* within 50 bytes .*: the least predicted .* is 60"):
