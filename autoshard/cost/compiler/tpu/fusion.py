@@ -286,9 +286,14 @@ class TpuFusion(Fusion):
 
     def _multiplied(self, array: Array) -> bool:
         """Whether a contraction reads an array, as it is or moved."""
-        readers = [self.steps[one] for one in array.readers]
-        moved = (self.arrays[made] for one in readers if one.kind in MOVES for made in one.writes)
-        return any(one.kind in CONTRACTIONS for one in readers) or any(map(self._multiplied, moved))
+        todo = list(array.readers)
+        while todo:
+            step = self.steps[todo.pop()]
+            if step.kind in CONTRACTIONS:
+                return True
+            if step.kind in MOVES:
+                todo += [reader for made in step.writes for reader in self.arrays[made].readers]
+        return False
 
     def _reads(self, step: Step, bytes: float) -> bool:
         """Whether a step reads more than so many bytes, recomputed producers included."""
