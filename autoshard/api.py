@@ -25,7 +25,7 @@ from autoshard.planning.options import (
     RematOption,
 )
 from autoshard.plans import json_format, value
-from autoshard.plans.check import check_mesh, check_program
+from autoshard.plans.check import check_mesh, planned_for
 from autoshard.plans.value import Keep
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def evaluate(program: Program, plan: value.Plan, eager: Eager | None = None) -> 
     from autoshard.plans.annotated import annotations_of
     from autoshard.stablehlo.reader import build_graph
 
-    check_program(plan, program)
+    plan = planned_for(plan, program)
     graph = build_graph(program)
     return predict(graph, annotations_of(plan, graph), plan.mesh, eager=eager)
 
@@ -257,7 +257,7 @@ class Plan(value.Plan):
         Raises:
             PlanMismatchError: names the first difference: kind, switches, argument, aten op.
         """
-        check_program(self, program)
+        planned_for(self, program)
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Refuse a mesh of another shape, with other axis names, or of another device kind.

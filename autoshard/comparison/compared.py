@@ -25,7 +25,7 @@ from autoshard.planning.options import DEVICE_MEMORY, Hint, PlanningOptions, Pro
 from autoshard.planning.road import plan_graph
 from autoshard.planning.written import written_plan
 from autoshard.plans.annotated import annotations_of
-from autoshard.plans.check import check_program
+from autoshard.plans.check import planned_for
 from autoshard.plans.json_format import plain
 from autoshard.plans.value import CollectiveTotal, NoPlanError, PlanMismatchError, Predicted
 from autoshard.program import Program
@@ -345,7 +345,7 @@ def check_names(plans: Sequence[str] | None) -> tuple[str, ...]:
 
 def _other(plan: Plan, graph: Graph, mesh: Mesh) -> Plan:
     """A plan made elsewhere, predicted anew by this cost model on this mesh."""
-    check_program(plan, graph.program)
+    plan = planned_for(plan, graph.program)
     if (plan.mesh.shape, plan.mesh.axis_names) != (mesh.shape, mesh.axis_names):
         raise PlanMismatchError(f"a plan for the mesh {describe_mesh(plan.mesh)} is not one for {describe_mesh(mesh)}")
     percent = slop_of(plan.mesh.device)

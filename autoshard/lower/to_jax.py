@@ -33,7 +33,7 @@ from autoshard.lower.devices import device_ids
 from autoshard.lower.seeds import Seeds
 from autoshard.mesh import Mesh, Spec
 from autoshard.plans.annotated import annotations_of
-from autoshard.plans.check import check_program
+from autoshard.plans.check import planned_for
 from autoshard.plans.value import ROLES, ActivationKey, Plan
 from autoshard.program import Argument, Program
 from autoshard.regions.kernel import Platform
@@ -210,8 +210,7 @@ class JaxStep:
             raise ValueError(f"partitioner {partitioner!r}: jax has shardy and gspmd")
         if precision not in ("default", "highest"):
             raise ValueError(f"precision {precision!r}: default or highest")
-        plan = shardings.plan
-        check_program(plan, program)
+        plan = planned_for(shardings.plan, program)
         if plan.micro_batches > 1:
             raise LoweringError(
                 f"the plan is of {plan.micro_batches} micro-batches, and jax would run two of them: plan one, and add "

@@ -11,7 +11,7 @@ from autoshard.experts.form import ONE_OP as EXPERTS
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec, format_spec, replicated
-from autoshard.plans.check import check_program
+from autoshard.plans.check import planned_for
 from autoshard.plans.value import (
     ROLES,
     ActivationKey,
@@ -53,7 +53,7 @@ def annotations_of(plan: Plan, graph: Graph) -> Annotations:
         PlanMismatchError: the graph is of another program.
         PlanError: two entries pin one value differently, or an entry names a value that the graph lacks.
     """
-    check_program(plan, graph.program)
+    plan = planned_for(plan, graph.program)
     pins: dict[Value, Spec] = {}
     copies: dict[tuple[Value, int], Spec] = {}
     hops: dict[tuple[Value, Spec], tuple[Spec, ...]] = {}

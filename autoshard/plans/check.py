@@ -1,23 +1,93 @@
-"""Names the first difference between two programs, where a plan is applied to the wrong one."""
+"""Whether a plan is for a program: names the first difference; the same ops in another order are the same program.
+
+Models that loop over a set (transformers' over `set(config.layer_types)`) run their ops in another order in another
+process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autoshard.mesh import Mesh, describe_mesh
-from autoshard.plans.value import ROLES, OpSignature, Plan, PlanMismatchError, format_type, signature
+from autoshard.plans.value import (
+    ROLES,
+    Copy,
+    OpSignature,
+    Plan,
+    PlanMismatchError,
+    format_type,
+    signature,
+)
 from autoshard.program import PYTORCH
 
 if TYPE_CHECKING:
     from autoshard.program import Program
 
 
-def check_program(plan: Plan, program: Program) -> None:
-    """Refuse a program that is not the planned one; see `Plan.check_program`."""
-    if program.fingerprint != plan.program.fingerprint and not same_step(plan, program):
-        raise PlanMismatchError(f"this plan is for another program: {first_difference(plan, program)}")
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+def planned_for(plan: AnyPlan, program: Program) -> AnyPlan:
+    """The plan with its ops numbered as in `program`: itself, unless the same ops run in another order.
+
+    Raises:
+        PlanMismatchError: another program; names the first difference.
+    """
+    if program.fingerprint == plan.program.fingerprint or same_step(plan, program):
+        return plan
+    if next(_differences_beside_ops(plan, program), None) is None and (numbers := _reordered(plan, program)):
+        return _renumbered(plan, program, numbers)
+    raise PlanMismatchError(f"this plan is for another program: {first_difference(plan, program)}")
+
+
+def _reordered(plan: Plan, program: Program) -> list[int] | None:
+    """Op of the plan -> the op of `program` that does the same on the same values; None if the ops differ.
+
+    Equal ops are matched in order. Ops of a micro-step stay in it.
+    """
+    mine, steps = plan.program, plan.program.micro_steps
+    if len(mine.ops) != len(program.ops) or steps != (program.micro_steps and replace(program.micro_steps, carried=())):
+        return None
+    left: dict[OpSignature, list[int]] = {}
+    for index in range(len(mine.ops) - 1, -1, -1):
+        left.setdefault(mine.ops[index], []).append(index)
+    planned: list[int] = []  # op of the program -> op of the plan
+    for op in program.ops:
+        read = tuple((planned[each[0]], each[1]) if isinstance(each, tuple) else each for each in op.inputs)
+        found = left.get(replace(signature(op), inputs=read))
+        if not found:
+            return None
+        planned.append(found.pop())
+    ends = () if steps is None else (steps.second, steps.update)
+    if any(max(planned[:end], default=0) >= end for end in ends):
+        return None
+    numbers = [0] * len(planned)
+    for number, index in enumerate(planned):
+        numbers[index] = number
+    return numbers
+
+
+def _renumbered(plan: AnyPlan, program: Program, numbers: list[int]) -> AnyPlan:
+    """The plan with op k called `numbers[k]`."""
+
+    def copies(of: tuple[Copy, ...]) -> tuple[Copy, ...]:
+        return tuple(replace(copy, consumer=numbers[copy.consumer]) for copy in of)
+
+    changes: dict[str, Any] = {}
+    for section in ROLES.values():
+        tensors = getattr(plan, section).items()
+        changes[section] = {name: replace(each, copies=copies(each.copies)) for name, each in tensors}
+    activations = [
+        replace(each, key=replace(each.key, index=numbers[each.key.index]), copies=copies(each.copies))
+        for each in plan.activations
+    ]
+    ops = tuple(signature(op) for op in program.ops)
+    found = replace(plan.program, fingerprint=program.fingerprint, ops=ops, reads=program.reads)
+    activations.sort(key=lambda each: (each.key.index, each.key.output))
+    return replace(plan, program=found, activations=tuple(activations), **changes)
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
@@ -43,6 +113,11 @@ def first_difference(plan: Plan, program: Program) -> str:
 
 
 def _differences(plan: Plan, program: Program) -> Iterator[str]:
+    yield from _differences_beside_ops(plan, program)
+    yield from _ops(plan, program)
+
+
+def _differences_beside_ops(plan: Plan, program: Program) -> Iterator[str]:
     mine = plan.program
     if mine.kind != program.kind:
         yield f"the plan is for a {_kind(mine.kind)}, this is a {_kind(program.kind)}"
@@ -58,7 +133,6 @@ def _differences(plan: Plan, program: Program) -> Iterator[str]:
             )
         )
     yield from _arguments(plan, program)
-    yield from _ops(plan, program)
 
 
 def _kind(kind: str) -> str:

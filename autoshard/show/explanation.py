@@ -26,7 +26,7 @@ from autoshard.planning.memory import within_limit
 from autoshard.planning.one_mesh import OneMesh, formulated
 from autoshard.planning.options import PlanningOptions, Progress, silent
 from autoshard.plans.annotated import annotations_of
-from autoshard.plans.check import check_program
+from autoshard.plans.check import planned_for
 from autoshard.plans.json_format import plain
 from autoshard.plans.value import NoPlanError, Plan, PlanError, Predicted
 from autoshard.program import Program, TensorType
@@ -183,7 +183,7 @@ def explain_all(
     program = program or plan.captured
     if program is None:
         raise PlanError("this plan was read from a file: pass its program, autoshard.capture(model, inputs, ...)")
-    check_program(plan, program)
+    plan = planned_for(plan, program)
     with collector_paused():
         say("graph")
         graph = build_graph(program)

@@ -16,7 +16,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh
 from autoshard.plans.annotated import annotations_of
-from autoshard.plans.check import check_program
+from autoshard.plans.check import planned_for
 from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.regions.kernel import Platform
@@ -261,7 +261,7 @@ def _written_into(
             source.model, source.inputs, loss_fn=source.loss_fn, optimizer=source.optimizer,
             switches=plan.program.switches,
         )  # fmt: skip
-    check_program(plan, source)
+    plan = planned_for(plan, source)
     graph = build_graph(source)
     say("lower")
     return graph, annotate(source, graph, annotations_of(plan, graph), plan.mesh, platform=platform)
@@ -275,7 +275,7 @@ def _traced_again(plan: Plan, source: Source, platform: Platform, say: Callable[
     say("capture")
     given = {"loss_fn": source.loss_fn, "optimizer": source.optimizer, "switches": plan.program.switches}
     program = capture(source.model, source.inputs, **given)
-    check_program(plan, program)
+    plan = planned_for(plan, program)
     graph = build_graph(program)
     say("lower")
     module = annotated_program(

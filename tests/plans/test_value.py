@@ -17,7 +17,8 @@ from autoshard.files import check_writable
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
 from autoshard.mesh import Mesh
-from autoshard.plans.annotated import plan_of
+from autoshard.plans.annotated import plan_of, program_info
+from autoshard.plans.check import planned_for
 from autoshard.plans.json_format import schema
 from autoshard.plans.value import (
     ActivationKey,
@@ -35,6 +36,7 @@ from autoshard.plans.value import (
     ReplicatedOp,
     SolverInfo,
     TensorPlan,
+    signature,
 )
 from tests.plans import made as plans
 from tests.test_mesh import specs
@@ -383,6 +385,32 @@ def test_another_wiring_of_the_same_ops_is_another_program():
         "this plan is for another program: op 2 in h.1 (aten.mm.default) reads (output 0 of op 1, h.0.weight), "
         "the plan has (output 0 of op 1, h.1.weight)"
     )
+
+
+def test_the_same_ops_in_another_order_are_the_same_program():
+    """As where a model loops over a set, whose order is another in each process."""
+    one = plans.program()
+    first = replace(one.ops[0], inputs=("x", "h.1.weight"))
+    mine = replace(one, ops=(first, one.ops[1], replace(one.ops[2], inputs=("x", "h.0.weight")), *one.ops[3:]))
+    theirs = replace(
+        one,
+        ops=(
+            replace(mine.ops[2], index=0),
+            replace(mine.ops[0], index=1),
+            replace(mine.ops[3], index=2, inputs=((0, 0), None)),
+            replace(mine.ops[1], index=3, inputs=((1, 0), None)),
+        ),
+    )
+    plan = plans.plan()
+    plan = replace(plan, program=program_info(mine))
+    plan = replace(plan, activations=tuple(replace(each, copies=()) for each in plan.activations))
+    found = planned_for(plan, theirs)
+    assert found.program.ops == tuple(map(signature, theirs.ops))
+    there = {each.key.index: each.spec for each in found.activations}
+    here = {each.key.index: each.spec for each in plan.activations}
+    assert there == {(1, 3, 0, 2)[index]: spec for index, spec in here.items()}
+    assert planned_for(found, mine) == plan
+    assert planned_for(plan, mine) is plan
 
 
 def test_the_same_program_is_accepted():

@@ -10,6 +10,9 @@ depend on at once. They are compared with those at capture.
 for each micro-batch after the first, on what the one before has left. Ops between micro-steps (a sum of losses) are
 ignored.
 
+**Another order.** An op that is planned for later, with all that it reads, runs in its turn of the plan: a model that
+loops over a set has another order in each process.
+
 **Another program** is refused at the first op that differs, before it runs; tensors of the model and the optimizer then
 get back the values and gradients from before the step. The error names the last host value that differs from capture, a
 possible cause.
@@ -25,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoshard.frontends.tracing.device import is_xla, tensor_id, tensor_type
 from autoshard.frontends.tracing.known import described
-from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer
+from autoshard.frontends.tracing.sequence import WRITES_BACK, AtenSequence, Call, Producer, tensors_in
 from autoshard.frontends.tracing.trace import takes_values
 from autoshard.lower.torch_xla import runtime
 from autoshard.lower.torch_xla.regions import executing, platform_here
@@ -67,6 +70,9 @@ class Annotator(AtenSequence):
         self._reads_host = False
         self._micro_step = 1
         self._left: dict[Producer, Producer] = {}
+        self._ran: set[int] = set()  # planned ops that ran before their turn
+        self._order: list[int] = []  # of the second micro-step's ops
+        self._turn = -1  # the op whose turn it was, while one ahead of it runs
         super().__init__()
 
     @property
@@ -100,6 +106,9 @@ class Annotator(AtenSequence):
         self._other_value, self._reads_host = "", False
         self._micro_step = 1
         self._left.clear()
+        self._ran.clear()
+        self._order.clear()
+        self._turn = -1
         self._writer.restart()
         self._restore = self._remember()
         self.restart(self._arguments())
@@ -134,7 +143,57 @@ class Annotator(AtenSequence):
             return True
         if self.steps_end and _in_backward():
             self._refuse(f"the step goes on with {func} in a backward pass", self.next_index)
-        return self.steps_end or (self._between() and not self._follows(func, inputs))
+        if self.steps_end or (self._between() and not self._follows(func, inputs)):
+            return True
+        if self._micro_step > 2 or not self._follows(func, inputs):
+            self._run_ahead(Call(-1, func, tensors_in((args, kwargs)), inputs, args, kwargs))
+        return False
+
+    def _run_ahead(self, call: Call) -> None:
+        """Give a call the number of the op that it is in the plan, if that is a later one of its micro-step.
+
+        Micro-steps after the second have its order.
+        """
+        several = self._schedule.micro_steps
+        ends = (several.second, several.update) if several is not None else ()
+        if several is not None and several.second <= self.next_index < several.update and self._micro_step > 2:
+            found = self._order[len(self._ran)]
+        else:
+            end = min((end for end in ends if end > self.next_index), default=len(self._schedule.ops))
+            planned = self._planned(call)
+            if planned is None or not self.next_index < planned < end:
+                return
+            found = planned
+        self._ran.add(found)
+        self._turn, self.next_index = self.next_index, found
+
+    def _planned(self, call: Call) -> int | None:
+        """The first planned op that matches, and that has not run before its turn."""
+        reads = tuple(None if self._may_be_input(p) else p for p in call.inputs)
+        for index in self._schedule.by_reads.get((call.name, reads), ()):
+            planned = self._schedule.ops[index]
+            if index < self._earliest or index in self._ran or planned.options != call.options:
+                continue
+            if all(map(self._is_read, call.tensors, call.inputs, planned.inputs)):
+                return index
+        return None
+
+    @property
+    def _earliest(self) -> int:
+        """The first op that may still have to run."""
+        return self.next_index
+
+    def _may_be_input(self, producer: Producer) -> bool:
+        return producer is None or self._schedule.is_input(producer)
+
+    def _is_read(self, tensor: torch.Tensor, found: Producer, wanted: Producer) -> bool:
+        """Whether a tensor is what a planned op reads; an input is recognised by type at its first reader."""
+        if found == wanted or not isinstance(wanted, str) or not self._schedule.is_input(wanted):
+            return found == wanted
+        if found is not None:
+            return self._same_input(found, wanted)
+        argument = self._schedule.arguments.get(wanted)
+        return argument is None or format_tensor(tensor) == f"{argument.dtype}[{','.join(map(str, argument.shape))}]"
 
     def run(self, call: Call) -> Any:
         """Check the op, pass it its copies, run it."""
@@ -155,6 +214,12 @@ class Annotator(AtenSequence):
     def made(self, call: Call, outputs: tuple[torch.Tensor, ...]) -> None:
         """Record the outputs; after the last op of a micro-step the next one begins."""
         super().made(call, outputs)
+        if self._micro_step == 2:
+            self._order.append(call.index)
+        if self._turn >= 0:
+            self._turn, self.next_index = -1, self._turn
+        while self.next_index in self._ran:
+            self.next_index += 1
         several = self._schedule.micro_steps
         if several is None or self.next_index not in (several.second, several.update):
             return
@@ -163,6 +228,7 @@ class Annotator(AtenSequence):
         elif self._micro_step < several.count:
             self._micro_step += 1
             self.next_index = several.second
+            self._ran.clear()
             self._writer.next_micro_step()
         self._writer.comes_again = self._micro_step < several.count
 

@@ -46,7 +46,6 @@ class Follower(Annotator):
         """Nothing has run yet."""
         self._gradients = {tensor_id(each) for each in gradients}
         self._differs = differs
-        self._ran: set[int] = set()
         self._bound: dict[str, int] = {}
         self._unlike = -1
         self._foreign = False
@@ -149,16 +148,10 @@ class Follower(Annotator):
 
     # Its parts.
 
-    def _planned(self, call: Call) -> int | None:
-        """The first planned op that matches and has not run."""
-        reads = tuple(None if self._may_be_input(p) else p for p in call.inputs)
-        for index in self._schedule.by_reads.get((call.name, reads), ()):
-            planned = self._schedule.ops[index]
-            if index in self._ran or planned.options != call.options:
-                continue
-            if all(map(self._is_read, call.tensors, call.inputs, planned.inputs)):
-                return index
-        return None
+    @property
+    def _earliest(self) -> int:
+        """Any op may still have to run."""
+        return 0
 
     def _written_over(self, old: Producer, new: torch.Tensor) -> None:
         """Make an unplanned value that overwrites a planned one stand for it."""
@@ -167,19 +160,11 @@ class Follower(Annotator):
         if format_tensor(new) == self._schedule.ops[old[0]].outputs[old[1]]:
             self._producers[tensor_id(new)] = old
 
-    def _may_be_input(self, producer: Producer) -> bool:
-        return producer is None or self._schedule.is_input(producer)
-
     def _is_read(self, tensor: torch.Tensor, found: Producer, wanted: Producer) -> bool:
-        """Whether a tensor is what a planned op reads; an input is recognised by type at its first reader."""
-        if found == wanted or not isinstance(wanted, str) or not self._schedule.is_input(wanted):
-            return found == wanted
-        if found is not None:
-            return self._same_input(found, wanted)
-        if wanted in self._bound:
+        """As in a planned step; an input that has been recognised is that tensor."""
+        if found is None and isinstance(wanted, str) and wanted in self._bound and self._schedule.is_input(wanted):
             return self._bound[wanted] == tensor_id(tensor)
-        argument = self._schedule.arguments.get(wanted)
-        return argument is None or format_tensor(tensor) == f"{argument.dtype}[{','.join(map(str, argument.shape))}]"
+        return super()._is_read(tensor, found, wanted)
 
     def _bind_inputs(self, call: Call) -> None:
         """Recognise inputs at their first reader, and shard them where possible."""

@@ -4,6 +4,7 @@ Run by `test_mark_sharding.py`, which says what must be true of it.
 """
 
 import copy
+import gc
 import json
 import os
 import sys
@@ -186,6 +187,55 @@ def on_a_torus():
     KEPT.append(plan)
     sharding = X._get_xla_sharding_spec(m.up.weight)
     return {**difference(losses, None, m, sgd), "weight": sharding, "moved": b"0,2,4,6,1,3,5,7" in text}
+
+
+class Branches(torch.nn.Module):
+    """Two branches in an order that may differ from process to process, as that of a set."""
+
+    def __init__(self, order):
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.up = torch.nn.ModuleDict({"wide": torch.nn.Linear(16, 32), "narrow": torch.nn.Linear(16, 8)})
+        self.down = torch.nn.ModuleDict({"wide": torch.nn.Linear(32, 10), "narrow": torch.nn.Linear(8, 10)})
+
+    def forward(self, x):
+        made = {name: torch.nn.functional.gelu(self.up[name](x)) for name in self.order}
+        return self.down["wide"](made["wide"]) + self.down["narrow"](made["narrow"])
+
+
+def in_another_order():
+    """A plan of a model whose ops run in another order where it is applied."""
+    order = ("wide", "narrow")
+    program = capture(Branches(order), batch(0), loss_fn=loss_of, optimizer=adamw)
+    plan = alternating(program, MESH)
+    KEPT.append(plan)
+    m = Branches(order[::-1])
+    o = adamw(m.parameters())
+    wanted = capture(m, batch(0), loss_fn=loss_of, optimizer=adamw)
+    assert wanted.fingerprint != program.fingerprint
+    plan.check_program(wanted)
+    plan.apply(m, o)
+    alone = Branches(order)
+    other = adamw(alone.parameters())
+    losses, expected = [], []
+    for i in range(3):
+        x, y = batch(i)
+        with plan.annotate():
+            loss = step(m, o, x.to("xla"), y.to("xla"))
+        missing = not_as_planned(plan, m, loss)
+        torch_xla.sync()
+        losses.append(loss.item())
+        expected.append(step(alone, other, x, y).item())
+    text = annotated_program(plan, Branches(order[::-1]), batch(0), loss_fn=loss_of, optimizer=adamw)
+    here = annotated_program(plan, Branches(order), batch(0), loss_fn=loss_of, optimizer=adamw)
+    del m, o, loss
+    gc.collect()  # what a sync would run beside another scenario's tensors, which lie on devices in another order
+    return {
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)),
+        "lacking": missing,
+        "annotated": text != here and bytes.count(text, b"devices=") == bytes.count(here, b"devices="),
+    }
 
 
 def in_torch_xla_compile():
@@ -451,6 +501,7 @@ SCENARIOS = {
     "one_context": whole_loop_in_one_context,
     "resumed": resumed,
     "other_programs": other_programs,
+    "another_order": in_another_order,
     "torus": on_a_torus,
     "unfit": unfit,
     "traced": traced,

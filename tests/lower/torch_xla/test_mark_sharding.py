@@ -104,6 +104,13 @@ def test_parameters_stay_the_same_objects_and_are_sharded_like_their_states(seen
     assert "devices=" in found["weight"]
 
 
+def test_a_plan_holds_where_the_ops_run_in_another_order(seen):
+    found = scenario(seen, "another_order")
+    assert found["losses"] < EQUAL
+    assert found["lacking"] == 0
+    assert found["annotated"]
+
+
 def test_a_loader_sends_shards(seen):
     found = scenario(seen, "loader")
     assert found["names"] == ["target", "x"]
@@ -124,7 +131,7 @@ def test_a_running_loss_may_be_kept_in_the_context(seen):
         ("other_batch", "input x is f32[4,16], the plan has f32[8,16]"),
         ("on_the_host", "It reads a tensor of the host: are all inputs moved to the device, .to('xla')?"),
         ("swapped", "aten.lerp.Scalar reads output 0 of op"),
-        ("other_optimizer", "aten.lerp.Scalar seen"),
+        ("other_optimizer", "aten.mul.Tensor -> f32[24,16] expected"),
         ("half_a_step", "the step ended there"),
         ("second_backward", "goes on with aten.mul.Tensor in a backward pass"),
         ("second_step", "the step goes on and writes up.weight"),
