@@ -31,6 +31,10 @@ EDGE = 1e-6
 """Seconds between a kernel and its user (`kLowLatency`)."""
 
 
+LOOP, INSIDE = "loop", 2
+"""The kind of a loop with permutes inside, and how many are in flight at once."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """A target's scheduler settings.
@@ -39,11 +43,14 @@ class Rules:
         edge: seconds between a kernel and its user.
         at_once: kind -> limit of collectives of that kind in flight; else 1.
         viewing: seconds of a get-tuple-element or bitcast.
+        aggressive: `aggressive_scheduling_policies`; without them criteria 3, 4 and the second of 5 are left out, and
+            starts with no collective before them do not come last.
     """
 
     edge: float = EDGE
     at_once: Mapping[str, int] = field(default_factory=dict)
     viewing: float = 0.0
+    aggressive: bool = True
 
 
 GPU_RULES = Rules()
@@ -183,10 +190,12 @@ def overlapped(
         takes: seconds of each kernel.
         moves: whether a kernel is a collective.
         reads: what kernels read.
-        kinds: the kind of each kernel; None: all collectives are of one kind, one at a time.
+        kinds: the kind of each kernel; None: all collectives are of one kind, one at a time. Those of kind `LOOP` are
+            scheduled as a done is.
         pressure: of nothing scheduled; None: there is no memory limit.
     """
-    return _Backwards(order, deps, takes, moves, reads, kinds or [""] * len(takes), rules, pressure).placed()
+    kinds = kinds or [""] * len(takes)
+    return _Backwards(order, deps, takes, moves, reads, kinds, rules, pressure).placed()
 
 
 _Rank = tuple[bool, int, int]
@@ -244,11 +253,11 @@ class _Backwards:
                 self.views[viewed] = True
         self.viewing, self.at_once, self.kinds = rules.viewing, rules.at_once, kinds
         self.deps, self.takes, self.moves = deps, takes, moves
-        self.edge = rules.edge
+        self.edge, self.aggressive = rules.edge, rules.aggressive
         self.place = {number: position for position, number in enumerate(order)}
         self.before = [0.0] * len(takes)  # seconds of collectives before a kernel, in sequence
         self.through = [0.0] * len(takes)  # the same with its own
-        for number in order:
+        for number in order if self.aggressive else ():
             self.before[number] = max((self.through[maker] for maker in deps.waits[number]), default=0.0)
             self.through[number] = self.before[number] + (takes[number] if moves[number] else 0.0)
         self.waiting = [len(after) for after in deps.frees]
@@ -328,8 +337,11 @@ class _Backwards:
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def _may_end(self, kind: str) -> bool:
-        """Whether one more collective of a kind may be in flight."""
-        return sum(self.kinds[one] == kind for one in self.flying) < self.at_once.get(kind, 1)
+        """Whether one more collective of a kind may be in flight; a loop has several inside."""
+        inside = kind == LOOP
+        of = "collective-permute" if inside else kind
+        flying = sum(self.kinds[one] == of for one in self.flying)
+        return flying + (INSIDE if inside else 1) <= self.at_once.get(of, 1)
 
     def _awaits_start(self, number: int) -> bool:
         """Whether a collective of its kind must wait for its start."""
@@ -352,7 +364,7 @@ class _Backwards:
             return not self.due and not (self.stalled and self.stalled[0][0] < when)
         if self._awaits_start(number) or not self.due:
             return True
-        if self.before[number] != max(self.due) or not self.before[number]:
+        if self.aggressive and (self.before[number] != max(self.due) or not self.before[number]):
             return 0 < self.before[number] > max(self.due)
         other = self._best(self.before[number])
         if self.awaited and self._waste(self.takes[other]) < self._waste(self.edge):
@@ -365,12 +377,12 @@ class _Backwards:
 
     def _waste(self, takes: float) -> float:
         """Seconds between the end of a kernel of this duration and the next time something becomes ready."""
-        return abs(self.awaited[0] - self.now - takes) if self.awaited else 0.0
+        return abs(self.awaited[0] - self.now - takes) if self.awaited and self.aggressive else 0.0
 
     def _unlocks(self, number: int) -> _Rank:
         """Rank: less for users of a collective, for kernels that make more others ready, and for later ones."""
         ends = any(self.moves[maker] for maker in self.deps.waits[number])
-        freed = sum(self.left[one] == 1 for one in self.reads.of[number])
+        freed = sum(self.left[one] == 1 for one in self.reads.of[number]) if self.aggressive else 0
         return not ends, -freed, -self.place[number]
 
     def _unlocks_more(self, number: int) -> None:
@@ -393,7 +405,11 @@ class _Backwards:
     def _end(self, number: int) -> None:
         if self.pressure is not None:
             self.pressure.end(number)
-        self.now = max(self.now, self.ends[self.kinds[number]].pop(number))
+        due = self.ends[self.kinds[number]].pop(number)
+        if self.kinds[number] == LOOP:
+            self._place(number, due, self.takes[number])
+            return
+        self.now = max(self.now, due)
         self.found.append((number, True))
         self.flying[number] = self.now + self.takes[number]
         self._pass(self.edge)
@@ -458,7 +474,7 @@ class _Backwards:
             self.now = due
             self._pass(self.viewing)
             due += self.edge
-        if self.moves[number]:
+        if self.moves[number] or self.kinds[number] == LOOP:
             self.ends.setdefault(self.kinds[number], {})[number] = due
         else:
             heapq.heappush(self.stalled, (due, -self.place[number], number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import Pressure, Reads, Rules, overlapped
+from autoshard.cost.compiler.latency import LOOP, Pressure, Reads, Rules, overlapped
 from autoshard.cost.compiler.schedule import dependencies
 
 US = 1e-6
@@ -28,6 +28,10 @@ class Program:
         self.takes.append(us * US)
         self.moves.append(moves)
         self.views.append(view)
+
+    def places(self, word: str) -> list[int]:
+        """Numbers of the kernels whose name begins so."""
+        return [number for number, name in enumerate(self.names) if name.startswith(word)]
 
     def read(self) -> Reads:
         """What the kernels read."""
@@ -123,3 +127,26 @@ def test_an_element_with_another_user_makes_nothing_ready() -> None:
     program.add("before", us=1)
     program.add("other", "before", us=10)
     assert program.scheduled().index("of weight") < program.scheduled().index("before")
+
+
+def test_a_loop_waits_while_permutes_are_in_flight() -> None:
+    """As libtpu schedules loops of weight gradients on v5p: permutes of three fly, so those of the others come last."""
+    program = Program()
+    program.add("g0", us=10)
+    for layer in range(8):
+        program.add(f"loop{layer}", f"g{layer}", us=20)
+        program.add(f"permute{layer}", f"loop{layer}", us=0.4, moves=True)
+        program.add(f"g{layer + 1}", f"g{layer}", us=10)
+    for layer in range(8):
+        program.add(f"update{layer}", f"permute{layer}", us=0.3)
+    kinds = [
+        LOOP if name.startswith("loop") else "collective-permute" if name.startswith("permute") else ""
+        for name in program.names
+    ]
+    rules = Rules(at_once={"collective-permute": 5}, aggressive=False)
+    deps = dependencies(program.kernels)
+    order = overlapped(range(len(program.names)), deps, program.takes, program.moves, program.read(), kinds, rules)
+    found = [program.names[number] for number, end in order if not end]
+    flying = {number for number in range(8) if found.index(f"loop{number}") < found.index("g7")}
+    assert 0 < len(flying) <= 3
+    assert sorted(number for number, _ in order) == sorted([*range(len(program.names)), *program.places("permute")])

@@ -31,9 +31,9 @@ from autoshard.cost.compiler.tpu.conv_loops import allocated_early
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, reads_from_memory
 from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
 from autoshard.cost.compiler.tpu.groups import in_groups
-from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden, hides_latency
+from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden, hides_gathers
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
-from autoshard.cost.compiler.tpu.loops import as_loops
+from autoshard.cost.compiler.tpu.loops import as_loops, with_buffers
 from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
@@ -125,12 +125,13 @@ class CoarseTpuBackend(Backend):
             return sum(program.arrays[array].bytes for array in kernel.reads)
 
         kernels = combined(kernels, partial(summed_over, program), size, THRESHOLD, results=program.results)
-        return merged_outputs(
+        kernels = merged_outputs(
             kernels,
             lambda kernel: self._loop_over(kernel, program),
             lambda array: True,
             alike=lambda one, other: (one.kind == ROUNDING) != (other.kind == ROUNDING),
         )
+        return with_buffers(kernels, program)
 
     @staticmethod
     def _loop_over(kernel: Kernel, program: Lowered) -> Hashable:
@@ -262,7 +263,7 @@ class TpuBackend(CoarseTpuBackend):
 
     def _hides(self, kernels: Sequence[Kernel], program: Lowered) -> bool:
         """Whether the latency hiding scheduler has anything to do."""
-        return hides_latency(self.device) and any(asynchronous(kernel, program) for kernel in kernels)
+        return any(asynchronous(kernel, program, self.device) for kernel in kernels)
 
     def order(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The memory scheduler's order, or the latency hiding scheduler's if collectives are asynchronous."""
@@ -278,7 +279,7 @@ class TpuBackend(CoarseTpuBackend):
 
         Sparse cores do those of large narrow tables.
         """
-        if not self._hides(kernels, program):
+        if not (hides_gathers(self.device) and self._hides(kernels, program)):
             order = strips.arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)

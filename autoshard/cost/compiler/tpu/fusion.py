@@ -37,8 +37,11 @@ MOST_AGAIN = 64
 asks.
 """
 
-OPERATIONS = {"convert": 0, "erf": 40, "divide": 4}
+OPERATIONS = {"convert": 0, "erf": 40, "divide": 8}
 """Elementwise kind -> vector operations of an element; else 1."""
+
+SHORTER, SUBLANES = 8, 8
+"""Those of an error function of bf16, and rows of a tile."""
 
 LONGEST, WIDER = whole("fused_contraction"), figure("fused_width")
 """Longest contraction of a product whose kernel fuses several elementwise users."""
@@ -274,7 +277,7 @@ class TpuFusion(Fusion):
             one = todo.pop()
             if one.kind == "erf" and self.stores_erf:
                 continue
-            operations += OPERATIONS.get(one.kind, 1) if one.kind in ELEMENTWISE else 0
+            operations += self._operations(one)
             for array in one.reads:
                 found = self.arrays[array]
                 if found.elements == made.elements and found.maker not in seen and found.maker >= 0:
@@ -283,6 +286,16 @@ class TpuFusion(Fusion):
                         todo.append(self.steps[found.maker])
                         elsewhere = elsewhere or len(found.readers) > 1
         return elsewhere and operations > self.most_ops
+
+    def _operations(self, step: Step) -> int:
+        """Vector operations of an element of a step.
+
+        An error function of bf16 takes few, unless rows are padded.
+        """
+        made = self.arrays[step.writes[0]]
+        if step.kind == "erf" and made.dtype == "bf16" and not (made.shape or (0, 0))[-2:][0] % SUBLANES:
+            return SHORTER
+        return OPERATIONS.get(step.kind, 1) if step.kind in ELEMENTWISE else 0
 
     def _multiplied(self, array: Array) -> bool:
         """Whether a contraction reads an array, as it is or moved."""

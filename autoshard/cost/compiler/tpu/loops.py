@@ -13,10 +13,13 @@ From loops compiled for v5e and v5p, single products of 0.3 to 1.1 GB, each accu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.cost.compiler.lowered import Lowered, Step
+from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.lowered import Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
+from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
 from autoshard.cost.compiler.tpu.place import multiplies_matrices
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.figures import whole
@@ -26,6 +29,10 @@ RING = whole("ring_devices")
 IN_FLIGHT, SUMMED = whole("ring_operands"), whole("ring_sums")
 
 UNROLLED = whole("ring_unrolled")
+
+ADDED_UP = 2
+"""Shards that a loop of partial sums adds up at once, one in each direction, in buffers that are allocated before it.
+"""
 
 
 def goes_round(program: Lowered, number: int) -> bool:
@@ -49,7 +56,7 @@ def as_loops(program: Lowered) -> Lowered:
             assert moved.collective is not None
             part = moved.collective.bytes
             summed = [array for array in moved.reads if program.arrays[array].maker == number]
-            counts = (SUMMED, IN_FLIGHT) if number in carrying else (UNROLLED, UNROLLED)
+            counts = (SUMMED - ADDED_UP, IN_FLIGHT) if number in carrying else (UNROLLED, UNROLLED)
             for array, count in [*((one, counts[0]) for one in summed), *((one, counts[1]) for one in moved.writes)]:
                 rewriter.arrays[array].bytes, rewriter.arrays[array].shape = count * part, None
     for _, step in rewriter.changing(carrying):
@@ -116,3 +123,36 @@ def _beside(program: Lowered, step: Step) -> int:
             ]
             return made if summed[0] != summed[-1] else 2 * made // (program.steps[turn].parts - 1)
     return 0
+
+
+def with_buffers(kernels: Sequence[Kernel], program: Lowered) -> list[Kernel]:
+    """Kernels with the allocations of what loops add up in, which are instructions of their own (`AllocateBuffer`)."""
+    found: list[Kernel] = []
+    for kernel in kernels:
+        steps = [program.steps[number] for number in kernel.steps]
+        made = next((step.writes[0] for step in steps if _adds_up(program, step)), -1)
+        shard = next((bytes for step in steps if (bytes := _summed_bytes(program, step))), 0)
+        if made in kernel.writes or shard:
+            kind = program.arrays[made] if made in kernel.writes else Array(None, "bf16", ADDED_UP * shard, -1)
+            program.arrays.append(Array(kind.shape, kind.dtype, kind.bytes, kind.maker, tiles=kind.tiles))
+            buffer = len(program.arrays) - 1
+            found.append(Kernel((), (), (buffer,), ALLOCATED, kernel.place))
+            displaced = frozenset(kernel.displaced | set(kernel.reads))
+            kernel = replace(kernel, reads=(*kernel.reads, buffer), shares=not shard, displaced=displaced)
+        found.append(kernel)
+    return found
+
+
+def _summed_bytes(program: Lowered, step: Step) -> int:
+    """Bytes of a shard of the partial sums that a loop permutes; 0 for others."""
+    if step.kind != "dot_general" or step.parts < RING:
+        return 0
+    readers = (reader for array in step.writes for reader in program.arrays[array].readers)
+    moved = next((program.steps[reader].collective for reader in readers if goes_round(program, reader)), None)
+    return moved.bytes if moved is not None else 0
+
+
+def _adds_up(program: Lowered, step: Step) -> bool:
+    """Whether a step is a loop that adds up its result."""
+    made = [program.arrays[array].bytes for array in step.writes]
+    return step.kind == "dot_general" and step.parts >= RING and len(made) > 1 and made[1] == made[0]
