@@ -78,6 +78,7 @@ class Array:
         donated: whether it also aliases the donated argument that it updates.
         strips: positions per strip of an activation after space-to-batch on TPU
             (`cost/compiler/tpu/strip_widths.py`); 0 without it.
+        tile_dims: the dims that a TPU's layout has in tiles; None: those with least padding.
         tiles: of an operand of a TPU's convolution, its layout's tiles; of all others 0.
         logical: shape of an operand of a TPU's convolution, whose layout has another; of all others None.
     """
@@ -91,6 +92,7 @@ class Array:
     donated: bool = False
     strips: int = 0
     tiles: int = 0
+    tile_dims: tuple[int, int] | None = None
     logical: tuple[int, ...] | None = None
 
     @property

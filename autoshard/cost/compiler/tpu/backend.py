@@ -85,7 +85,7 @@ class CoarseTpuBackend(Backend):
         """Bytes of an array's buffer in its tiled layout."""
         if array.shape is None:
             return -(-array.bytes // self.alignment) * self.alignment
-        size = array.bytes * tiled(array.shape) // max(math.prod(array.shape), 1)
+        size = array.bytes * tiled(array.shape, array.tile_dims) // max(math.prod(array.shape), 1)
         return -(-size // self.alignment) * self.alignment
 
     def layouts(self, program: Lowered) -> Mapping[int, Callable[[tuple[int, ...]], int]]:
@@ -258,6 +258,7 @@ class TpuBackend(CoarseTpuBackend):
                 rewrite.moved_by_rows,
                 as_images,
                 _in_groups_and_strips,
+                rewrite.laid_out_for_products,
             )
         )
 

@@ -10,8 +10,12 @@ from autoshard.cost.machine.tiles import LANES, ROWS
 
 
 @lru_cache(maxsize=1 << 12)
-def tiled(shape: tuple[int, ...]) -> int:
-    """Elements of an array in tiles of 8 x 128, in the layout with least padding."""
+def tiled(shape: tuple[int, ...], within: tuple[int, ...] | None = None) -> int:
+    """Elements of an array in tiles of 8 x 128, in the layout with least padding.
+
+    Args:
+        within: the dims that may be in tiles; None: any.
+    """
     if not shape:
         return 1
     if len(shape) == 1:
@@ -20,7 +24,7 @@ def tiled(shape: tuple[int, ...]) -> int:
     best = None
     for lane, across in enumerate(shape):
         for row, along in enumerate(shape):
-            if lane != row and across and along:
+            if lane != row and across and along and (within is None or {lane, row} <= {*within}):
                 size = total // (across * along) * (-(-across // 128) * 128) * (-(-along // 8) * 8)
                 best = size if best is None or size < best else best
     return best or 0

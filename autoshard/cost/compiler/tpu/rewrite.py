@@ -494,10 +494,62 @@ def convolved(program: Lowered, *, arguments: bool = False) -> dict[int, Dims]:
         if step.kind == "convolution":
             for array, dims in _tile_dims(program, step):
                 found.setdefault(array, dims)
-    if not found:
-        return found
-    for steps in (program.steps, reversed(program.steps)):
+    _spread(program, found)
+    return {array: dims for array, dims in found.items() if arguments or program.arrays[array].maker >= 0}
+
+
+def in_batches(program: Lowered) -> dict[int, Dims]:
+    """Arrays in the layout of a product with batch dims -> the two other dims, which are in tiles."""
+    found: dict[int, Dims] = {}
+    for step in program.steps:
+        if step.kind == "dot_general" and len(step.reads) == 2 and step.writes:
+            for array, dims in _product_dims(program, step):
+                found.setdefault(array, dims)
+    _spread(program, found)
+    return {array: dims for array, dims in found.items() if program.arrays[array].maker >= 0}
+
+
+def _turn(program: Lowered, step: Step, found: dict[int, Dims]) -> None:
+    """Spread a layout through a transpose, which is none then."""
+    order = program.graph.ops[step.op].attrs.get("permutation", ())
+    read, made = step.reads[0], step.writes[0]
+    before, after = program.arrays[read].shape or (), program.arrays[made].shape or ()
+    if len(before) != len(order) or tuple(before[dim] for dim in order) != after:
+        return
+    if read in found and made not in found:
+        found[made] = tuple(sorted(order.index(dim) for dim in found[read]))  # type: ignore[assignment]
+    elif made in found and read not in found:
+        found[read] = tuple(sorted(order[dim] for dim in found[made]))  # type: ignore[assignment]
+
+
+def laid_out_for_products(program: Lowered) -> Lowered:
+    """Let tiles of what products with batch dims read and make be of their two other dims."""
+    for array, dims in in_batches(program).items():
+        program.arrays[array].tile_dims = dims
+    return program
+
+
+def _product_dims(program: Lowered, step: Step) -> list[tuple[int, Dims]]:
+    """A product's operands and result, where it has batch dims, and their two other dims."""
+    attrs = program.graph.ops[step.op].attrs
+    if not attrs.get("lhs_batch"):
+        return []
+    ranks = [len(program.arrays[array].shape or ()) for array in (*step.reads, step.writes[0])]
+    batches = (*(attrs[f"{side}_batch"] for side in ("lhs", "rhs")), range(len(attrs["lhs_batch"])))
+    found = []
+    for array, rank, batch in zip((*step.reads, step.writes[0]), ranks, batches, strict=True):
+        rest = [dim for dim in range(rank) if dim not in batch]
+        if len(rest) == 2:
+            found.append((array, (rest[0], rest[1])))
+    return found
+
+
+def _spread(program: Lowered, found: dict[int, Dims]) -> None:
+    """Add arrays from which, or to which, steps that keep the layout lead."""
+    for steps in (program.steps, reversed(program.steps)) if found else ():
         for step in steps:
+            if step.kind == "transpose":
+                _turn(program, step, found)
             if step.kind not in KEEPS_DIMS:
                 continue
             around = [array for array in (*step.reads, *step.writes) if program.arrays[array].shape is not None]
@@ -506,7 +558,6 @@ def convolved(program: Lowered, *, arguments: bool = False) -> dict[int, Dims]:
                 rank = len(program.arrays[known].shape or ())
                 same = [array for array in around if len(program.arrays[array].shape or ()) == rank]
                 found |= {array: found[known] for array in same if array not in found}
-    return {array: dims for array, dims in found.items() if arguments or program.arrays[array].maker >= 0}
 
 
 def _tile_dims(program: Lowered, step: Step) -> list[tuple[int, Dims]]:
