@@ -6,7 +6,7 @@ process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,30 +44,42 @@ def planned_for(plan: AnyPlan, program: Program) -> AnyPlan:
 
 
 def _reordered(plan: Plan, program: Program) -> list[int] | None:
-    """Op of the plan -> the op of `program` that does the same on the same values; None if the ops differ.
+    """Op of the plan -> the op of `program` that does the same on the same values, for the same users; or None.
 
-    Equal ops are matched in order. Ops of a micro-step stay in it.
+    Ops of a micro-step stay in it.
     """
     mine, steps = plan.program, plan.program.micro_steps
-    if len(mine.ops) != len(program.ops) or steps != (program.micro_steps and replace(program.micro_steps, carried=())):
+    if steps != (program.micro_steps and replace(program.micro_steps, carried=())):
         return None
-    left: dict[OpSignature, list[int]] = {}
-    for index in range(len(mine.ops) - 1, -1, -1):
-        left.setdefault(mine.ops[index], []).append(index)
-    planned: list[int] = []  # op of the program -> op of the plan
-    for op in program.ops:
-        read = tuple((planned[each[0]], each[1]) if isinstance(each, tuple) else each for each in op.inputs)
-        found = left.get(replace(signature(op), inputs=read))
-        if not found:
+    theirs = [signature(op) for op in program.ops]
+    left: dict[int, list[int]] = {}
+    for number, key in reversed(list(enumerate(_keys(theirs)))):
+        left.setdefault(key, []).append(number)
+    numbers = [found.pop() if (found := left.get(key)) else -1 for key in _keys(mine.ops)]
+    if len(mine.ops) != len(theirs) or -1 in numbers:
+        return None
+    for index, op in enumerate(mine.ops):
+        reads = tuple((numbers[each[0]], each[1]) if isinstance(each, tuple) else each for each in op.inputs)
+        if replace(op, inputs=reads) != theirs[numbers[index]]:
             return None
-        planned.append(found.pop())
     ends = () if steps is None else (steps.second, steps.update)
-    if any(max(planned[:end], default=0) >= end for end in ends):
-        return None
-    numbers = [0] * len(planned)
-    for number, index in enumerate(planned):
-        numbers[index] = number
-    return numbers
+    return None if any(max(numbers[:end], default=0) >= end for end in ends) else numbers
+
+
+def _keys(ops: Sequence[OpSignature]) -> list[int]:
+    """Per op a hash of itself, of all that it depends on, and of all that depends on it."""
+    above: list[int] = []
+    users: list[list[tuple[int, int, int]]] = [[] for _ in ops]
+    for index, op in enumerate(ops):
+        reads = tuple((above[each[0]], each[1]) if isinstance(each, tuple) else each for each in op.inputs)
+        above.append(hash(replace(op, inputs=reads)))
+        for place, each in enumerate(op.inputs):
+            if isinstance(each, tuple):
+                users[each[0]].append((index, place, each[1]))
+    keys = [0] * len(ops)
+    for index in range(len(ops) - 1, -1, -1):
+        keys[index] = hash((above[index], *sorted((keys[user], place, output) for user, place, output in users[index])))
+    return keys
 
 
 def _renumbered(plan: AnyPlan, program: Program, numbers: list[int]) -> AnyPlan:

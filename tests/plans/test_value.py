@@ -38,6 +38,7 @@ from autoshard.plans.value import (
     TensorPlan,
     signature,
 )
+from autoshard.program import AtenOp
 from tests.plans import made as plans
 from tests.test_mesh import specs
 
@@ -411,6 +412,24 @@ def test_the_same_ops_in_another_order_are_the_same_program():
     assert there == {(1, 3, 0, 2)[index]: spec for index, spec in here.items()}
     assert planned_for(found, mine) == plan
     assert planned_for(plan, mine) is plan
+
+
+def test_of_two_equal_ops_each_stays_with_its_users():
+    """Gemma 3 converts positions once for each kind of attention, in the order of a set."""
+    f32, one = plans.f32(8, 16), plans.program()
+    twin = replace(one.ops[0], inputs=("x",))
+
+    def order(first, second):
+        ops = [replace(twin, index=0), AtenOp(1, "aten.mul.Tensor", "h.0", "forward", (f32,), ((0, 0), first))]
+        ops += [replace(twin, index=2), AtenOp(3, "aten.mul.Tensor", "h.0", "forward", (f32,), ((2, 0), second))]
+        return replace(one, ops=tuple(ops))
+
+    mine, theirs = order("h.0.weight", "h.1.weight"), order("h.1.weight", "h.0.weight")
+    plan = replace(plans.plan(), program=program_info(mine), activations=(), parameters=plans.plan().parameters)
+    value = ActivationPlan(ActivationKey("torch_xla", 0, twin.name, 0), "h.0", (8, 16), "f32", (("data",), ()))
+    plan = replace(plan, activations=(value,))
+    (found,) = planned_for(plan, theirs).activations
+    assert (found.key.index, found.spec) == (2, value.spec)
 
 
 def test_the_same_program_is_accepted():

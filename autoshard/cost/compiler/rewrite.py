@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 
 from autoshard.cost.compiler.lowered import SLICE, Array, Lowered, Step
-from autoshard.graph.ops import Op
+from autoshard.graph.ops import Op, Value
 
 PARTS = "parts"
 """Slices of an array, or a concatenation, as a kernel of its own."""
@@ -191,11 +191,18 @@ def writes_onto_constant(program: Lowered, scatter: Step) -> bool:
     return array.maker >= 0 and not program.steps[array.maker].reads and len(array.readers) == 1
 
 
+def _summed_later(program: Lowered, step: Step) -> bool:
+    """Whether all of several adds are partial sums that one collective sums."""
+    while step.kind == "add" and len(readers := program.arrays[step.writes[0]].readers) == 1:
+        step = program.steps[readers[0]]
+    return step.kind in ("all-reduce", "reduce-scatter")
+
+
 def scattered_onto(program: Lowered) -> Lowered:
     """`x + scatter(zeros, …)` becomes `scatter(x, …)`, also if an all-reduce of partial sums stands in between.
 
     Then one device of each replica group scatters into x, the others into zeros: a select before it. XLA's
-    `AlgebraicSimplifier`, before partitioning.
+    `AlgebraicSimplifier`: before partitioning where nothing is annotated, else behind it, where a sum still stands.
     """
     at: dict[int, tuple[int, list[Step]]] = {}  # add -> (x, the steps that replace it)
     gone: set[int] = set()
@@ -215,6 +222,8 @@ def scattered_onto(program: Lowered) -> Lowered:
         total = program.steps[readers[0]]
         others = [array for array in total.reads if array != end]
         if total.kind != "add" or len(others) != 1 or readers[0] in at:
+            continue
+        if Value(step.op) in program.pinned and (len(chain) > 1 or _summed_later(program, total)):
             continue
         steps = [program.steps[one] for one in chain]
         steps[0] = replace(steps[0], reads=(others[0], *steps[0].reads[1:]))

@@ -169,7 +169,7 @@ class Annotator(AtenSequence):
 
     def _planned(self, call: Call) -> int | None:
         """The first planned op that matches, and that has not run before its turn."""
-        reads = tuple(None if self._may_be_input(p) else p for p in call.inputs)
+        reads = tuple(None if self._may_be_input(p) else self._schedule.same(p) for p in call.inputs)
         for index in self._schedule.by_reads.get((call.name, reads), ()):
             planned = self._schedule.ops[index]
             if index < self._earliest or index in self._ran or planned.options != call.options:
@@ -188,8 +188,8 @@ class Annotator(AtenSequence):
 
     def _is_read(self, tensor: torch.Tensor, found: Producer, wanted: Producer) -> bool:
         """Whether a tensor is what a planned op reads; an input is recognised by type at its first reader."""
-        if found == wanted or not isinstance(wanted, str) or not self._schedule.is_input(wanted):
-            return found == wanted
+        if not isinstance(wanted, str) or found == wanted or not self._schedule.is_input(wanted):
+            return self._schedule.same(found) == self._schedule.same(wanted)
         if found is not None:
             return self._same_input(found, wanted)
         argument = self._schedule.arguments.get(wanted)
@@ -289,7 +289,9 @@ class Annotator(AtenSequence):
             what = f"{call.name} reads {len(seen)} tensors, planned were {len(planned.inputs)}"
             self._refuse(what, call.index)
         for found, wanted in zip(seen, planned.inputs, strict=True):
-            if found != wanted and not self._same_input(found, wanted) and not self._left_before(found, wanted):
+            if self._schedule.same(found) == self._schedule.same(wanted):
+                continue
+            if not self._same_input(found, wanted) and not self._left_before(found, wanted):
                 what = f"{call.name} reads {describe(found)}, planned was {describe(wanted)}"
                 self._refuse(what, call.index)
         if (options := call.options) != planned.options:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.dtypes import FLOATS
@@ -44,12 +44,28 @@ class Schedule:
 
     @cached_property
     def by_reads(self) -> Mapping[tuple[str, tuple[Producer, ...]], tuple[int, ...]]:
-        """(name, producers read, None for inputs) -> the ops that match, in order."""
+        """(name, producers read as in `same`, None for inputs) -> the ops that match, in order."""
         found: dict[tuple[str, tuple[Producer, ...]], list[int]] = {}
         for index, op in enumerate(self.ops):
-            reads = tuple(None if self.is_input(p) else p for p in op.inputs)
+            reads = tuple(None if self.is_input(p) else self.same(p) for p in op.inputs)
             found.setdefault((op.name, reads), []).append(index)
         return {key: tuple(indices) for key, indices in found.items()}
+
+    @cached_property
+    def _first(self) -> Sequence[int]:
+        """Op -> the first that does the same on the same values."""
+        known: dict[OpSignature, int] = {}
+        first: list[int] = []
+        for index, op in enumerate(self.ops):
+            reads = tuple((first[p[0]], p[1]) if isinstance(p, tuple) and p[0] < index else p for p in op.inputs)
+            first.append(known.setdefault(replace(op, inputs=reads), index))
+        return first
+
+    def same(self, producer: Producer) -> Producer:
+        """The first producer of an equal value: which of two runs first may differ from process to process."""
+        if isinstance(producer, tuple) and producer[0] >= 0:
+            return self._first[producer[0]], producer[1]
+        return producer
 
     def read(self, index: int, place: int) -> Spec:
         """The spec in which op `index` reads its tensor number `place`: of its copy, or of the value."""

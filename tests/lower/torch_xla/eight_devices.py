@@ -200,7 +200,7 @@ class Branches(torch.nn.Module):
         self.down = torch.nn.ModuleDict({"wide": torch.nn.Linear(32, 10), "narrow": torch.nn.Linear(8, 10)})
 
     def forward(self, x):
-        made = {name: torch.nn.functional.gelu(self.up[name](x)) for name in self.order}
+        made = {name: torch.nn.functional.gelu(self.up[name](x * 2.0)) for name in self.order}
         return self.down["wide"](made["wide"]) + self.down["narrow"](made["narrow"])
 
 

@@ -25,7 +25,7 @@ from autoshard.cost.compiler.tpu.rewrite import scattered_by_rows
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import load_device
 
-MATRICES = SimpleNamespace(ops=[SimpleNamespace(kind="convolution")])
+MATRICES = SimpleNamespace(ops=[SimpleNamespace(kind="convolution", attrs={})])
 """A graph in which the op of every product has matrices for operands."""
 
 
