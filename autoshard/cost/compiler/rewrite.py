@@ -198,11 +198,14 @@ def _summed_later(program: Lowered, step: Step) -> bool:
     return step.kind in ("all-reduce", "reduce-scatter")
 
 
-def scattered_onto(program: Lowered) -> Lowered:
+def scattered_onto(program: Lowered, *, again: bool = False) -> Lowered:
     """`x + scatter(zeros, …)` becomes `scatter(x, …)`, also if an all-reduce of partial sums stands in between.
 
     Then one device of each replica group scatters into x, the others into zeros: a select before it. XLA's
     `AlgebraicSimplifier`: before partitioning where nothing is annotated, else behind it, where a sum still stands.
+
+    Args:
+        again: whether it also runs once sums are merged.
     """
     at: dict[int, tuple[int, list[Step]]] = {}  # add -> (x, the steps that replace it)
     gone: set[int] = set()
@@ -223,7 +226,7 @@ def scattered_onto(program: Lowered) -> Lowered:
         others = [array for array in total.reads if array != end]
         if total.kind != "add" or len(others) != 1 or readers[0] in at:
             continue
-        if Value(step.op) in program.pinned and (len(chain) > 1 or _summed_later(program, total)):
+        if not again and Value(step.op) in program.pinned and (len(chain) > 1 or _summed_later(program, total)):
             continue
         steps = [program.steps[one] for one in chain]
         steps[0] = replace(steps[0], reads=(others[0], *steps[0].reads[1:]))

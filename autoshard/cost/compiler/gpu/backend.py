@@ -138,7 +138,9 @@ class GpuBackend(Backend):
     @property
     def rewrites(self) -> Passes[Lowered]:
         """Pools, scatters and products as libraries and Triton take them."""
-        return Passes((expanded_pools, scattered_onto, partial(_for_libraries, device=self.device)))
+        return Passes(
+            (expanded_pools, partial(scattered_onto, again=True), partial(_for_libraries, device=self.device))
+        )
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""

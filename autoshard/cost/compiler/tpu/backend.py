@@ -33,7 +33,7 @@ from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
 from autoshard.cost.compiler.tpu.groups import in_groups
 from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden, hides_gathers
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
-from autoshard.cost.compiler.tpu.loops import as_loops, with_buffers
+from autoshard.cost.compiler.tpu.loops import as_loops, turned_operands, with_buffers
 from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
@@ -251,6 +251,7 @@ class TpuBackend(CoarseTpuBackend):
                 rewrite.gathered_as_sums,
                 rewrite.gathered_results,
                 as_loops,
+                turned_operands,
                 rewrite.masks_of_operands,
                 scattered_onto,
                 rewrite.scattered_by_rows,

@@ -23,6 +23,7 @@ from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
 from autoshard.cost.compiler.tpu.place import multiplies_matrices
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.figures import whole
+from autoshard.graph.contraction import dot_dims
 
 RING = whole("ring_devices")
 
@@ -73,6 +74,47 @@ def as_loops(program: Lowered) -> Lowered:
         writes = (*step.writes, rewriter.array(step.writes[0], beside)) if beside else step.writes
         rewriter.emit(replace(step, reads=tuple(reads), writes=writes, parts=RING))
     return rewriter.result()
+
+
+def turned_operands(program: Lowered) -> Lowered:
+    """Copy what loops of partial sums slice, with the sliced dim major, where other kernels read it, too.
+
+    Sums read the copy, too, so that only products and elementwise steps need what it was made of.
+    """
+    sliced = {number: array for number, step in enumerate(program.steps) if (array := _sliced(program, step)) >= 0}
+    readers = {array: program.arrays[array].readers for array in sliced.values()}
+    sums = {one for several in readers.values() for one in several if program.steps[one].kind == "reduce"}
+    wanted = {array for array, several in readers.items() if any(one not in sums | sliced.keys() for one in several)}
+    if not wanted:
+        return program
+    rewriter = Rewriter(program)
+    copies: dict[int, int] = {}
+    for number, step in rewriter.changing(sums | sliced.keys()):
+        reads = list(step.reads)
+        for place, array in enumerate(reads):
+            if array in wanted and array == sliced.get(number, array):
+                if array not in copies:
+                    copies[array] = rewriter.copy(array, step.op)
+                reads[place] = copies[array]
+        rewriter.emit(replace(step, reads=tuple(reads)))
+    return rewriter.result()
+
+
+def _sliced(program: Lowered, step: Step) -> int:
+    """The operand that a loop of partial sums slices; -1 for other loops and steps."""
+    if step.kind != "dot_general" or step.parts < RING:
+        return -1
+    turn = next((reader for reader in program.arrays[step.writes[0]].readers if goes_round(program, reader)), None)
+    if turn is None or len(step.reads) != 2:
+        return -1
+    dims = dot_dims(*map(len, step.shapes), program.graph.ops[step.op].attrs)
+    made = {out: step.shapes[place][dim] for place, own in enumerate((dims.left, dims.right)) for dim, out in own}
+    users = (program.steps[user] for array in program.steps[turn].writes for user in program.arrays[array].readers)
+    shard = next((program.arrays[user.writes[0]].shape for user in users), None) or ()
+    split = [dim for dim, size in enumerate(shard) if size < made.get(dim, 0)]
+    if len(shard) != len(made) or len(split) != 1:
+        return -1
+    return step.reads[split[0] in {out for _, out in dims.right}]
 
 
 def is_loop(program: Lowered, step: Step) -> bool:

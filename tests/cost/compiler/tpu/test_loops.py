@@ -84,3 +84,27 @@ def test_loops_of_gradients_of_weights_wait_behind_the_backward_pass() -> None:
     assert " while(" in compiled.hlo_text
     assert report.fidelity.value == 0.0
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.05)
+
+
+def network(*arguments: object) -> object:
+    """One update of eight layers of one product, whose results are kept for the backward pass."""
+    *weights, x, wanted = arguments
+
+    def loss(*weights: object) -> object:
+        hidden = x
+        for weight in weights[:-1]:
+            hidden = jnp.tanh(hidden @ weight)
+        return ((hidden @ weights[-1] - wanted) ** 2).mean()
+
+    gradients = jax.grad(loss, argnums=tuple(range(len(weights))))(*weights)
+    return tuple(w - (0.1 * g).astype(w.dtype) for w, g in zip(weights, gradients, strict=True))
+
+
+def test_what_a_loop_slices_is_stored_in_two_layouts_where_others_read_it() -> None:
+    """Of partial sums, on v5e: -44 % without it."""
+    types = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 8
+    types += [jax.ShapeDtypeStruct((131072, 4096), jnp.bfloat16)] * 2
+    report, _ = compiled_for(
+        "tpu-v5e:2x4", network, types, [ROWS] * 10, updates={number: number for number in range(8)}
+    )
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.12)
