@@ -38,7 +38,7 @@ ADDED_UP = 2
 
 def goes_round(program: Lowered, number: int) -> bool:
     """Whether step `number` is the permutes of a windowed einsum."""
-    return number >= 0 and program.steps[number].parts >= RING
+    return number >= 0 and program.steps[number].kind not in CONTRACTIONS and program.steps[number].parts >= RING
 
 
 def as_loops(program: Lowered) -> Lowered:
@@ -107,7 +107,8 @@ def _sliced(program: Lowered, step: Step) -> int:
     turn = next((reader for reader in program.arrays[step.writes[0]].readers if goes_round(program, reader)), None)
     if turn is None or len(step.reads) != 2:
         return -1
-    dims = dot_dims(*map(len, step.shapes), program.graph.ops[step.op].attrs)
+    lhs, rhs = step.shapes
+    dims = dot_dims(len(lhs), len(rhs), program.graph.ops[step.op].attrs)
     made = {out: step.shapes[place][dim] for place, own in enumerate((dims.left, dims.right)) for dim, out in own}
     users = (program.steps[user] for array in program.steps[turn].writes for user in program.arrays[array].readers)
     shard = next((program.arrays[user.writes[0]].shape for user in users), None) or ()
