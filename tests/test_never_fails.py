@@ -20,6 +20,7 @@ MESHES = ((2, 2), (4,), (2, 4), (3,))
 @example(20018, 7, "tpu-v5e", (4,))  # a product without elements, each device with a slice of its sum
 @example(1338, 7, "cpu", (2, 2))  # a pad of a slice without elements, split
 @example(918, 7, "cpu", (2, 2))  # a convolution without elements, both operands split in space
+@example(4346, 4, "h100", (4,))  # a barrier, one result of which nothing reads
 @example(209, 2, "h100", (3,))  # a broadcast without elements, gathered around a loop
 @settings(max_examples=100 * MORE)
 @given(st.integers(0, 2**32), st.integers(0, 8), st.sampled_from(DEVICES), st.sampled_from(MESHES))

@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from autoshard.cost.compiler.lowered import SLICE, UPDATES, Array, Lowered, Step
-from autoshard.graph.groups import ELEMENTWISE
+from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 EXPENSIVE = frozenset(
     """divide exponential exponential_minus_one log log_plus_one logistic tanh erf erf_inv power sqrt rsqrt cbrt atan2
@@ -109,7 +109,8 @@ class Fusion:
         for number, root in enumerate(self.root):
             members.setdefault(root, []).append(number)
         for root in sorted(members):
-            writes = tuple(a for number in members[root] for a in self.steps[number].writes if a in kept)
+            made = (array for number in members[root] for array in self.steps[number].writes)
+            writes = tuple(array for array in made if array in kept or self.steps[root].kind == BARRIER)
             if writes:
                 found.append(self._kernel(root, members[root], writes, kept))
         return found

@@ -359,7 +359,8 @@ def liveness(
     change = np.zeros(len(order) + 1, dtype=np.int64)
     for position, number in enumerate(order):
         kernel = kernels[number]
-        passed = dict(zip(kernel.writes, kernel.reads, strict=True)) if kernel.kind == BARRIER else {}
+        passes = kernel.kind == BARRIER and len(kernel.writes) == len(kernel.reads)  # else it has an operand twice
+        passed = dict(zip(kernel.writes, kernel.reads, strict=True)) if passes else {}
         free = [
             array
             for array in kernel.reads
