@@ -66,7 +66,6 @@ COARSE: dict[str, list[tuple[Any, str, Any]]] = {
         (tpu, "product_with_vectors", lambda kernel, program: None),
         (tpu, "allocated_early", pair),
         (tpu, "beside_sparse_cores", lambda kernels, order, program, device: (kernels, order)),
-        (tpu.strips, "arguments_beside_gathers", lambda kernels, order, program, early: order),
         (TpuFusion, "_met", lambda self: set()),
         (TpuFusion, "_join", lambda self, *arguments: None),
         (TpuFusion, "_widens", lambda self, step: False),

@@ -225,7 +225,6 @@ GOLDEN: dict[str, Golden] = {
     "moe-v5e": Golden(MOE, "2x4", "tpu-v5e:2x4"),
     "moe-experts-split": Golden(MOE, "4x2", "h100:8", {"hints": {"layers.0.experts.wi": "[model],[],[]"}}),
     "dlrm-v5e": Golden(DLRM, "8", "tpu-v5e:2x4"),
-    "dlrm-v5e-limited": Golden(DLRM, "8", "tpu-v5e:2x4", {"memory": 262_500_000}, "dlrm-v5e"),
     "dlrm-h100": Golden(DLRM, "2x4", "h100:8"),
     "resnet-v5e": Golden(RESNET, "2x4", "tpu-v5e:2x4"),
     "resnet-cpu": Golden(RESNET, "2x2", "cpu"),

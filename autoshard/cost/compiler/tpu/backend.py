@@ -31,7 +31,7 @@ from autoshard.cost.compiler.tpu.conv_loops import allocated_early
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, reads_from_memory
 from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
 from autoshard.cost.compiler.tpu.groups import in_groups
-from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden, hides_gathers
+from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
 from autoshard.cost.compiler.tpu.loops import as_loops, turned_operands, with_buffers
 from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
@@ -245,14 +245,11 @@ class TpuBackend(CoarseTpuBackend):
         """See `rewrite.py`, `strips.py` and `loops.py`."""
         return Passes(
             (
-                rewrite.attentions_by_rows,
                 rewrite.kernels_by_rows,
                 partial(gathered_in_pieces, kind=self.device.kind),
-                rewrite.gathered_as_sums,
                 rewrite.gathered_results,
                 as_loops,
                 turned_operands,
-                rewrite.masks_of_operands,
                 scattered_onto,
                 rewrite.scattered_by_rows,
                 rewrite.looked_up_by_rows,
@@ -277,12 +274,7 @@ class TpuBackend(CoarseTpuBackend):
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """Overlap layout copies with all-gathers; on two cores only those of arguments, with larger all-gathers.
-
-        Sparse cores do those of large narrow tables.
-        """
-        if not (hides_gathers(self.device) and self._hides(kernels, program)):
-            order = strips.arguments_beside_gathers(kernels, order, program, self.device.cores == 1)
+        """Allocate what convolutions add up early; sparse cores copy large narrow tables."""
         if self.device.cores == 1:
             kernels, order = allocated_early(kernels, order, program)
         return beside_sparse_cores(kernels, order, program, self.device)

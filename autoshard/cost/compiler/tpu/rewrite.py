@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from autoshard.attention.dims import BLOCK
 from autoshard.attention.form import FORWARD, KINDS
 from autoshard.cost.compiler.lowered import (
-    ATTENTION,
     COLLECTIVES,
     ROUNDING,
     SLICE,
-    WITH_LOGITS,
     Array,
     Lowered,
     Step,
@@ -24,9 +22,7 @@ from autoshard.cost.compiler.tpu.layout import for_convolution, row_major, tiled
 from autoshard.cost.compiler.tpu.strip_widths import SPLITS
 from autoshard.cost.machine.figures import whole
 from autoshard.cost.machine.tiles import LANES
-from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.graph.groups import ELEMENTWISE
-from autoshard.graph.ops import Value
 
 Dims = tuple[int, int]
 
@@ -65,28 +61,6 @@ def _with_results_copied(rewriter: Rewriter, results: Iterable[int]) -> Lowered:
     for result in results:
         rewriter.instead[result] = rewriter.copy(result, program.steps[program.arrays[result].maker].op)
     return rewriter.result()
-
-
-def gathered_as_sums(program: Lowered) -> Lowered:
-    """An all-gather that is an all-reduce first updates zeros with the shard: two more kernels."""
-    parts = {number for number, step in enumerate(program.steps) if _sums_parts(program, step)}
-    if not parts:
-        return program
-    rewriter = Rewriter(program)
-    for number, step in enumerate(program.steps):
-        if number in parts:
-            zeros, whole = rewriter.array(step.writes[0]), rewriter.array(step.writes[0])
-            rewriter.emit(Step("copy", step.op, (), (zeros,)))
-            rewriter.emit(Step("dynamic_update_slice", step.op, (zeros, *step.reads), (whole,)))
-            step = replace(step, reads=(whole,))
-        rewriter.emit(step)
-    return rewriter.result()
-
-
-def _sums_parts(program: Lowered, step: Step) -> bool:
-    if step.kind != "all-reduce" or len(step.reads) != 1 or len(step.writes) != 1:
-        return False
-    return program.arrays[step.reads[0]].bytes < program.arrays[step.writes[0]].bytes
 
 
 def scattered_by_rows(program: Lowered) -> Lowered:
@@ -319,38 +293,6 @@ def _fill(program: Lowered, number: int) -> bool:
     return len(array.readers) == 1 and writes_onto_constant(program, program.steps[array.readers[0]])
 
 
-def attentions_by_rows(program: Lowered) -> Lowered:
-    """Row-major copies of an attention kernel's operands, and of its result back (`ops/attention.py`).
-
-    None where row-major needs no padding (heads of 128). Logits are produced row-major.
-    """
-    attentions = {number for number, step in enumerate(program.steps) if step.kind == ATTENTION}
-    if not attentions:
-        return program
-    rewriter = Rewriter(program)
-    copies: dict[int, int] = {}
-    for _, step in rewriter.changing(attentions):
-        reads = list(step.reads)
-        for place in range(len(reads) == WITH_LOGITS, len(reads)):
-            source = reads[place]
-            if source not in copies and not _is_row_major(program, source):
-                copies[source] = rewriter.copy(source, step.op, _row_major(rewriter, source))
-            reads[place] = copies.get(source, source)
-        made, written = step.writes[0], step.writes[0]
-        if not _is_row_major(program, made):
-            written = _row_major(rewriter, made)
-        wide = written
-        if len(reads) != WITH_LOGITS and program.arrays[made].dtype != "f32":
-            wide = rewriter.array(written, 2 * rewriter.arrays[written].bytes)
-            rewriter.arrays[wide].dtype = "f32"
-        rewriter.emit(replace(step, reads=tuple(reads), writes=(wide,)))
-        if wide != written:
-            rewriter.emit(Step("convert", step.op, (wide,), (written,)))
-        if written != made:
-            rewriter.emit(Step("copy", step.op, (written,), (made,)))
-    return rewriter.result()
-
-
 def kernels_by_rows(program: Lowered) -> Lowered:
     """Row-major copies around the kernels of attentions kept as one op, of whole blocks of queries and of keys.
 
@@ -449,32 +391,6 @@ def laid_out_for_convolutions(program: Lowered, widths: Mapping[int, int]) -> Lo
             reads[reads.index(array)] = copies[array, dims, cut]
         rewriter.emit(step if tuple(reads) == step.reads else replace(step, reads=tuple(reads)))
     return rewriter.result()
-
-
-def masks_of_operands(program: Lowered) -> Lowered:
-    """Let the mask of a ReLU between convolutions read the ReLU's operand (`AlgebraicSimplifier`)."""
-    around = convolved(program)
-    splat = fold(program.graph).splat if around else {}
-    into = {
-        step.writes[0]: step.reads[0]
-        for step in program.steps
-        if step.kind == "maximum" and step.writes[0] in around and _splat_operand(program, step, splat) == 0
-    }
-    if not into:
-        return program
-    rewriter = Rewriter(program)
-    for step in program.steps:
-        positive = step.kind == "compare" and program.graph.ops[step.op].attrs["direction"] == "GT"
-        if positive and step.reads and step.reads[0] in into and _splat_operand(program, step, splat) == 0:
-            step = replace(step, reads=(into[step.reads[0]], *step.reads[1:]))
-        rewriter.emit(step)
-    return rewriter.result()
-
-
-def _splat_operand(program: Lowered, step: Step, splat: Mapping[Value, float]) -> float | None:
-    """The number of a step's second operand if it is a splat; else None."""
-    operands = program.graph.ops[step.op].operands
-    return splat.get(operands[1]) if len(operands) == 2 else None
 
 
 def _made(program: Lowered, array: Array) -> bool:

@@ -401,33 +401,6 @@ def halo_passes(program: Lowered, step: Step) -> int:
     return 6 if gradient else 2 if arrays[step.reads[0]].strips else 4
 
 
-def arguments_beside_gathers(
-    kernels: Sequence[Kernel], order: Sequence[int], program: Lowered, early: bool
-) -> list[int]:
-    """Schedule layout copies of arguments early, however late they are used.
-
-    Args:
-        early: whether all overlap the first all-gather; else each the first that is larger.
-    """
-    copies = {
-        number: _made(kernels[number], program)
-        for number in order
-        if kernels[number].kind == "copy" and _arguments_alone(kernels[number], program)
-    }
-    changed: dict[int, None] = {}
-    for number in order:
-        if copies and _in_flight(kernels[number], program):
-            made = math.inf if early else _made(kernels[number], program)
-            changed |= dict.fromkeys(copy for copy, size in copies.items() if size < made)
-        changed[number] = None
-    return list(changed)
-
-
-def _arguments_alone(kernel: Kernel, program: Lowered) -> bool:
-    """Whether a kernel reads arguments only; zeros that shards are written into read nothing."""
-    return bool(kernel.reads) and all(program.arrays[array].maker < 0 for array in kernel.reads)
-
-
 def _made(kernel: Kernel, program: Lowered) -> int:
     """Bytes of a kernel's results."""
     return sum(program.arrays[array].bytes for array in kernel.writes)

@@ -7,10 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.lowered import Array, Lowered
 from autoshard.cost.compiler.tpu.strips import (
-    arguments_beside_gathers,
     early_seconds,
 )
 from autoshard.cost.machine.device import load_device
@@ -161,19 +158,3 @@ def test_an_input_of_which_parts_are_read_is_split() -> None:
     graph = network(64)
     chosen = OneMesh(graph, mesh_of("tpu-v5e")).candidate(None).annotations
     assert chosen.pins[Value(graph.arguments[0])][0]
-
-
-def test_two_cores_copy_arguments_beside_a_gather_that_makes_more() -> None:
-    """GPT-2's moments, 26 MB, beside the gather of its head; ViT's images, 51 MB, right before their gradient.
-
-    Zeros that shards are written into stay where they are.
-    """
-    kinds = ["all-gather", "all-gather", "copy", "copy", "dot_general", "copy"]
-    sizes = [2**20, 2**25, 2**24, 2**26, 2**20, 2**20]
-    reads = [(), (), (6,), (6,), (0, 1, 2, 3), ()]
-    kernels = [Kernel((), reads[number], (number,), kind, number) for number, kind in enumerate(kinds)]
-    arrays = [Array((size // 4,), "f32", size, number) for number, size in enumerate(sizes)]
-    nothing = "module @m { func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> { return %x : tensor<4xf32> } }"
-    program = Lowered([*arrays, Array((4,), "f32", 16, -1)], [], [], graph_from_text(nothing))
-    assert arguments_beside_gathers(kernels, [0, 1, 2, 3, 4, 5], program, early=True) == [2, 3, 0, 1, 4, 5]
-    assert arguments_beside_gathers(kernels, [0, 1, 2, 3, 4, 5], program, early=False) == [0, 2, 1, 3, 4, 5]

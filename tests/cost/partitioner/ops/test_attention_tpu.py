@@ -84,14 +84,6 @@ def test_a_kernel_of_attention_is_one_where_the_compiler_makes_one(
     assert report.judged.flops == pytest.approx(report.prediction.compiled.flops, rel=0.01)
 
 
-def test_values_are_copied_for_it_and_its_result_is() -> None:
-    made: list[object] = [jax.ShapeDtypeStruct((8, 8, 256, 64), jnp.float32)] * 3
-    report, _ = compiled_for("tpu-v5e:2x4", attention("forward"), made, [HEADS] * 3)
-    steps = report.prediction.compiled.program.steps
-    (one,) = [number for number, step in enumerate(steps) if step.kind == ATTENTION]
-    assert [steps[one - 1].kind, steps[one + 1].kind] == ["copy", "copy"]
-
-
 def plain_product(weigh_first: bool) -> object:
     """A softmax times values, and its logits times the same, in either order."""
 
@@ -226,14 +218,6 @@ def test_its_traffic_is_that_of_the_kernel(heads: tuple[int, int], rows: int, wi
     function = whole(kind) if kind == "forward" else attention("forward")
     report, _ = compiled_for("tpu-v5e:2x4", function, made, [((),) * 4] * 3)
     assert report.judged.bytes == pytest.approx(report.prediction.compiled.moved_bytes, rel=0.01)
-
-
-def test_queries_keys_and_values_are_copied_for_it_unless_they_lie_by_rows() -> None:
-    for width, copies in ((64, 4), (128, 0)):
-        made: list[object] = [jax.ShapeDtypeStruct((8, 8, 256, width), jnp.float32)] * 3
-        report, _ = compiled_for("tpu-v5e:2x4", whole("forward"), made, [HEADS] * 3)
-        kinds = [step.kind for step in report.prediction.compiled.program.steps]
-        assert kinds.count("copy") == copies
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e:2x4", "tpu-v5p:2x2x2"])
