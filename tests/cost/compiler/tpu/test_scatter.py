@@ -203,3 +203,5 @@ def test_a_head_adds_the_gradient_of_the_embedding_where_that_is_annotated() -> 
     assert kinds == [2, 1]
     annotated = replace(kept[0], pinned=frozenset({Value(scatter.op)}))
     assert scattered_onto(annotated) is annotated
+    again = scattered_onto(annotated, again=True)  # on GPU the simplifier runs once more
+    assert [step.kind for step in again.steps].count("add") == 1
