@@ -252,7 +252,7 @@ class Plan(value.Plan):
         return cls.of(json_format.load(path))
 
     def check_program(self, program: Program) -> None:
-        """Refuse a program that is not the planned one.
+        """Refuse a program that is not the planned one; its ops may run in another order.
 
         Raises:
             PlanMismatchError: names the first difference: kind, switches, argument, aten op.

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from autoshard.frontends.tracing.device import is_xla, tensor_id, tensor_type
 from autoshard.frontends.tracing.known import described
@@ -125,7 +124,7 @@ class Annotator(AtenSequence):
 
     def _begin_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begin a step if this op reads what op 0 reads (and is not, say, the sum of losses that a loop keeps)."""
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         arguments = {tensor_id(t): name for name, t in self._arguments().items()}
         reads = tuple(arguments.get(tensor_id(t)) if is_xla(t) else None for t in tensors)
         made_here = any(isinstance(self.producer(t), tuple) and r is None for t, r in zip(tensors, reads, strict=True))
@@ -353,10 +352,6 @@ def format_tensor(tensor: torch.Tensor) -> str:
 
 def _op(name: str, outputs: tuple[str, ...]) -> str:
     return f"{name} -> {', '.join(outputs)}" if outputs else name
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _in_backward() -> bool:

@@ -114,9 +114,9 @@ def _seconds(kernel: Kernel, program: Lowered, device: Device, size: Callable[[A
     if kernel.kind in COLLECTIVES:
         moved = {"all-reduce": made[0], "reduce-scatter": sum(read)}.get(kernel.kind, sum(made))
         if goes_round(program, kernel.steps[0]):
-            ring = program.steps[kernel.steps[0]].collective
-            assert ring is not None
-            moved = ring.bytes
+            permute = program.steps[kernel.steps[0]].collective
+            assert permute is not None
+            moved = permute.bytes
         return moved / (LINKS * device.links[0].bandwidth) * SLOWER.get(kernel.kind, 1.0)
     if kernel.kind in ("gather", "scatter") or (len(kernel.steps) <= 1 and not kernel.flops):
         return CYCLE

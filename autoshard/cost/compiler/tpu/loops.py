@@ -176,7 +176,9 @@ def with_buffers(kernels: Sequence[Kernel], program: Lowered) -> list[Kernel]:
         made = next((step.writes[0] for step in steps if _adds_up(program, step)), -1)
         shard = next((bytes for step in steps if (bytes := _summed_bytes(program, step))), 0)
         if made in kernel.writes or shard:
-            kind = program.arrays[made] if made in kernel.writes else Array(None, "bf16", ADDED_UP * shard, -1)
+            kind = program.arrays[made if made in kernel.writes else kernel.writes[0]]
+            if shard:
+                kind = Array(None, kind.dtype, ADDED_UP * shard, -1)
             program.arrays.append(Array(kind.shape, kind.dtype, kind.bytes, kind.maker, tiles=kind.tiles))
             buffer = len(program.arrays) - 1
             found.append(Kernel((), (), (buffer,), ALLOCATED, kernel.place))

@@ -433,9 +433,11 @@ def _turn(program: Lowered, step: Step, found: dict[int, Dims]) -> None:
     if len(before) != len(order) or tuple(before[dim] for dim in order) != after:
         return
     if read in found and made not in found:
-        found[made] = tuple(sorted(order.index(dim) for dim in found[read]))  # type: ignore[assignment]
+        first, second = sorted(order.index(dim) for dim in found[read])
+        found[made] = first, second
     elif made in found and read not in found:
-        found[read] = tuple(sorted(order[dim] for dim in found[made]))  # type: ignore[assignment]
+        first, second = sorted(order[dim] for dim in found[made])
+        found[read] = first, second
 
 
 def laid_out_for_products(program: Lowered) -> Lowered:
