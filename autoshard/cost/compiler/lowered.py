@@ -41,9 +41,6 @@ ATTENTION = "softmax_product"
 """An attention kernel: a softmax and its product with values, of two operands, or of three with the product of queries
 and keys (`cost/partitioner/ops/attention.py`)."""
 
-WITH_LOGITS = 2
-"""Operands of an attention kernel that reads logits and values; others read queries and keys instead of logits."""
-
 COLLECTIVES = frozenset({"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"})
 END = "end"
 """Kind of a kernel that ends an asynchronous collective."""
