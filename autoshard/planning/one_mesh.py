@@ -175,7 +175,7 @@ class OneMesh:
         device = load_device(self.mesh.device)
         if before is not None or self.others:
             formulation = formulation.at_prices(before.prices if before is not None else self.others[-1].prices)
-        share = HIDDEN * (1 - taken_share(device)) if overlaps(device) else 0.0
+        share = HIDDEN * (1 - taken_share(device)) if overlaps(device) and not _unhidden(before) else 0.0
         found = self._repriced(formulation, settings, share)
         assert found.decision is not None
         proved = found.decision.solution.status is Status.OPTIMAL
@@ -244,6 +244,16 @@ class OneMesh:
             hidden=share,
             graph=self.graph,
         )
+
+
+def _unhidden(before: Candidate | None) -> bool:
+    """Whether a candidate under a limit did not fit even with nothing hidden, as its successor will be compiled."""
+    return before is not None and before.slop == 0 and not before.fits and math.isfinite(_counted(before))
+
+
+def _counted(found: Candidate) -> float:
+    """Its peak per device by the solver's count; infinite where that had no limit."""
+    return math.inf if found.decision is None else found.decision.counted_bytes
 
 
 def _hideable(formulation: Formulation, found: Candidate) -> float:

@@ -22,6 +22,11 @@ def f32(*shape: int) -> object:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def bf16(*shape: int) -> jax.ShapeDtypeStruct:
+    """The type of an array of bfloat16."""
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
 def ids(*shape: int) -> object:
     """The type of an array of indices."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)

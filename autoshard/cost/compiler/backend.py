@@ -5,25 +5,24 @@ Each target family has a subclass of `Backend` in a module of its own; `backends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
 from autoshard.cost.compiler.heap import best_fit, packed
 from autoshard.cost.compiler.kernels import Fusion, Kernel
+from autoshard.cost.compiler.list_schedule import greedy
 from autoshard.cost.compiler.lowered import Array, Lowered
+from autoshard.cost.compiler.memory_order import FromResults
 from autoshard.cost.compiler.schedule import (
     Dependencies,
     Liveness,
+    Reads,
     beside_results,
     breadth_first,
     dependencies,
-    depth_first,
-    greedy,
     liveness,
-    post_order,
-    results_in_order,
 )
 from autoshard.cost.compiler.traffic import touched
 from autoshard.cost.machine.collectives import Collective
@@ -138,6 +137,8 @@ class Backend:
     """Whether fragmentation counts as memory."""
     reuses_results = True
     """Whether temporaries share buffers of results that are produced later."""
+    started: Container[str] = ()
+    """Kinds of collectives that are asynchronous before the memory scheduler runs."""
     fills_late = False
     """Whether a scatter's operand is zero-filled right before it."""
 
@@ -190,13 +191,17 @@ class Backend:
         """The schedule: kernel numbers in order."""
         return breadth_first(deps)
 
+    def reads(self, kernels: Sequence[Kernel], program: Lowered) -> Reads:
+        """The instructions that kernels read."""
+        return Reads.of_arrays(kernels)
+
     def lowest_peak(self, kernels: Sequence[Kernel], deps: Dependencies, program: Lowered) -> list[int]:
         """The one with the lowest peak of three schedules (`DefaultMemoryScheduler`)."""
-        arrays = program.arrays
-        sizes = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
-        results = results_in_order(kernels, program)
-        first = greedy(kernels, deps, arrays, late=self.fills_late)
-        orders = [first, depth_first(deps, results, sizes), post_order(deps, results)]
+        arrays, reads = program.arrays, self.reads(kernels, program)
+        found = FromResults(kernels, deps, reads, arrays, program.results, self.buffer_bytes)
+        last = found.post_order()
+        first = greedy(kernels, deps, arrays, reads, listed=last, started=self.started, late=self.fills_late)
+        orders = [first, found.depth_first(), last]
         return min(orders, key=lambda order: liveness(kernels, order, arrays, self.buffer_bytes, results=True).peak)
 
     def place(self, kernels: Sequence[Kernel], program: Lowered, live: Liveness) -> Placement | None:

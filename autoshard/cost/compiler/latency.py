@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.schedule import Dependencies
+from autoshard.cost.compiler.schedule import Dependencies, Reads
 
 EDGE = 1e-6
 """Seconds between a kernel and its user (`kLowLatency`)."""
@@ -54,56 +53,6 @@ class Rules:
 
 
 GPU_RULES = Rules()
-
-
-@dataclass(frozen=True)
-class Reads:
-    """The instructions that kernels read: kernels, arguments, get-tuple-elements and bitcasts.
-
-    Attributes:
-        of: per kernel the instructions that it reads, each once.
-        viewed: per instruction that which it is an element or a bitcast of; None: it is a kernel or an argument.
-    """
-
-    of: Sequence[Sequence[int]]
-    viewed: Sequence[int | None]
-
-    @classmethod
-    def of_arrays(
-        cls,
-        kernels: Sequence[Kernel],
-        several: Callable[[Kernel], bool] = lambda kernel: len(kernel.writes) > 1,
-        bitcasts: Callable[[Kernel], Mapping[int, Hashable]] = lambda kernel: {},
-    ) -> Reads:
-        """Arguments, kernels, and elements of those that return tuples.
-
-        Args:
-            several: whether a kernel returns a tuple.
-            bitcasts: of a kernel, array that it reads through a bitcast -> which bitcast of it.
-        """
-        maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
-        viewed: list[int | None] = [None] * len(kernels)
-        known: dict[Hashable, int] = {}
-
-        def instruction(key: Hashable, of: int | None) -> int:
-            if key not in known:
-                known[key] = len(viewed)
-                viewed.append(of)
-            return known[key]
-
-        found = []
-        for kernel in kernels:
-            through = bitcasts(kernel)
-            read = []
-            for array in kernel.reads:
-                one = maker.get(array)
-                if one is None or several(kernels[one]):
-                    one = instruction(array, one)
-                if array in through:
-                    one = instruction((array, through[array]), one)
-                read.append(one)
-            found.append(list(dict.fromkeys(read)))
-        return cls(found, viewed)
 
 
 class Pressure:

@@ -544,8 +544,13 @@ class _Lowering:
         ways = self.shardings.subaxes.mesh.group_size(first.axes)
         size = max(1, first.bytes // ways) if first.kind == "all-gather" else first.total_bytes
         kind = self.graph.type_of(value)
-        same = size == made
-        return size, self.shardings.subaxes.shard(kind.shape, self.shardings.made[value]) if same else None
+        shape = self.shardings.subaxes.shard(kind.shape, self.shardings.made[value])
+        if first.kind == "reduce-scatter" and size == ways * made:
+            cut = [dim for dim, each in enumerate(shape) if each * ways == kind.shape[dim]]
+            return size, tuple(each * (ways if [dim] == cut else 1) for dim, each in enumerate(shape)) if len(
+                cut
+            ) == 1 else None
+        return size, shape if size == made else None
 
     def _chain(self, value: Value, source: int, collectives: Sequence[Collective], tiling: Tiling, op: int) -> int:
         """The array after these collectives and, if needed, a dynamic-slice to `tiling`."""

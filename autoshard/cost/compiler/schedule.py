@@ -1,15 +1,15 @@
 """Schedules of a program's kernels, and the live memory over each.
 
-Schedules are XLA's (`hlo_memory_scheduler.cc`): breadth first (the CPU compiler's: the oldest ready kernel), depth
-first by fan-out and size, post-order, and a greedy list that always runs what frees most bytes. Before that collectives
-are combined (`collective_combiner_utils.h`): independent ones of one kind over the same axes, up to a size.
+Schedules are XLA's (`hlo_memory_scheduler.cc`): here breadth first (the CPU compiler's: the oldest ready kernel), in
+`list_schedule.py` and `memory_order.py` the other three. Before that collectives are combined
+(`collective_combiner_utils.h`): independent ones of one kind over the same axes, up to a size.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,6 +44,60 @@ def dependencies(kernels: Sequence[Kernel]) -> Dependencies:
     makers = tuple(tuple(dict.fromkeys(maker[array] for array in kernel.reads if array in maker)) for kernel in kernels)
     users = _reversed(makers)
     return Dependencies(makers, users, makers, users)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The instructions that kernels read: kernels, arguments, get-tuple-elements and bitcasts.
+
+    Attributes:
+        of: per kernel the instructions that it reads, each once.
+        viewed: per instruction that which it is an element or a bitcast of; None: it is a kernel or an argument.
+        arrays: per instruction the array that it is; None: a kernel.
+    """
+
+    of: Sequence[Sequence[int]]
+    viewed: Sequence[int | None]
+    arrays: Sequence[int | None]
+
+    @classmethod
+    def of_arrays(
+        cls,
+        kernels: Sequence[Kernel],
+        several: Callable[[Kernel], bool] = lambda kernel: len(kernel.writes) > 1,
+        bitcasts: Callable[[Kernel], Mapping[int, Hashable]] = lambda kernel: {},
+    ) -> Reads:
+        """Arguments, kernels, and elements of those that return tuples.
+
+        Args:
+            several: whether a kernel returns a tuple.
+            bitcasts: of a kernel, array that it reads through a bitcast -> which bitcast of it.
+        """
+        maker = {array: number for number, kernel in enumerate(kernels) for array in kernel.writes}
+        viewed: list[int | None] = [None] * len(kernels)
+        arrays: list[int | None] = [None] * len(kernels)
+        known: dict[Hashable, int] = {}
+
+        def instruction(key: Hashable, array: int, of: int | None) -> int:
+            if key not in known:
+                known[key] = len(viewed)
+                viewed.append(of)
+                arrays.append(array)
+            return known[key]
+
+        found = []
+        for kernel in kernels:
+            through = bitcasts(kernel)
+            read = []
+            for array in kernel.reads:
+                one = maker.get(array)
+                if one is None or several(kernels[one]):
+                    one = instruction(array, array, one)
+                if array in through:
+                    one = instruction((array, through[array]), array, one)
+                read.append(one)
+            found.append(list(dict.fromkeys(read)))
+        return cls(found, viewed, arrays)
 
 
 def _reversed(makers: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -161,11 +215,6 @@ def in_order(kernels: list[Kernel]) -> list[Kernel]:
     return [kernels[number] for number in _as_ready(dependencies(kernels), [], heapq.heappush, heapq.heappop)]
 
 
-def results_in_order(kernels: Sequence[Kernel], program: Lowered) -> list[int]:
-    """The producers of the program's results, in the order of the results."""
-    return _makers(kernels, program.results)
-
-
 # --- orders ------------------------------------------------------------------------------------------------------
 
 
@@ -197,118 +246,9 @@ def _as_ready(
 
 
 def post_order(deps: Dependencies, results: Sequence[int]) -> list[int]:
-    """`PostOrderScheduler`: operands first, from each of `results` (their producers) in turn."""
-    return _depth_first(deps, results, lambda numbers: numbers)
-
-
-def depth_first(deps: Dependencies, results: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """`DFSMemoryScheduler`: post-order that visits operands with the most fan-out, then the most bytes, first."""
-    fans, totals = [0] * len(deps.makers), [0] * len(deps.makers)
-    seen = 0
-    for number in post_order(deps, results):
-        makers = deps.makers[number]
-        seen += sizes[number]
-        fans[number] = max(0, len(deps.users[number]) - 1) + sum(fans[maker] for maker in makers)
-        totals[number] = min(sizes[number] + sum(totals[maker] for maker in makers), seen)
-        fans[number] = min(fans[number], len(deps.makers))
-    return _depth_first(deps, results, lambda numbers: sorted(numbers, key=lambda m: (-fans[m], -totals[m], m)))
-
-
-def _depth_first(
-    deps: Dependencies, results: Sequence[int], visited: Callable[[Sequence[int]], Sequence[int]]
-) -> list[int]:
+    """Operands first, from each of `results` (their producers) in turn, and from what has no users."""
     rest = [number for number, users in enumerate(deps.frees) if not users]
-    return orders.post_order((*visited(results), *rest), lambda number: visited(deps.waits[number]))
-
-
-def _readers(kernels: Sequence[Kernel]) -> dict[int, list[int]]:
-    """Of every array that a kernel writes its users, in order."""
-    readers: dict[int, list[int]] = {array: [] for kernel in kernels for array in kernel.writes}
-    for number, kernel in enumerate(kernels):
-        for array in kernel.reads:
-            if array in readers:
-                readers[array].append(number)
-    return readers
-
-
-def greedy(
-    kernels: Sequence[Kernel],
-    deps: Dependencies,
-    arrays: Sequence[Array],
-    late: bool = False,
-) -> list[int]:
-    """`ListMemoryScheduler`: always the ready kernel that frees most bytes; of equal ones that with most users.
-
-    Args:
-        late: whether a kernel without operands (zeros for a scatter) runs right before its user, which counts its bytes
-            until then.
-    """
-    readers = _readers(kernels)
-    left = {array: len(reading) + arrays[array].returned for array, reading in readers.items()}
-    made = [sum(arrays[array].bytes for array in kernel.writes) for kernel in kernels]
-    scalar = [all(arrays[array].bytes <= 8 for array in kernel.writes) for kernel in kernels]
-    done = bytearray(len(kernels))
-    filled = {n for n, kernel in enumerate(kernels) if late and not kernel.reads and deps.frees[n] and not scalar[n]}
-
-    def unfilled(number: int) -> int | None:
-        return next((maker for maker in deps.waits[number] if maker in filled and not done[maker]), None)
-
-    def priority(number: int) -> tuple[float, float]:
-        if scalar[number]:
-            return float("-inf"), 0.0
-        before = unfilled(number) if filled else None
-        if before is not None:
-            return made[before], -len(deps.users[before])
-        freed = sum(arrays[array].bytes for array in kernels[number].reads if left.get(array) == 1)
-        return made[number] - freed, -len(deps.users[number])
-
-    waiting = [sum(maker not in filled for maker in before) for before in deps.waits]
-    stamp = 0
-    current: dict[int, tuple[float, float]] = {}
-    heap: list[tuple[float, float, int, int]] = []
-
-    def push(number: int) -> None:
-        nonlocal stamp
-        found = priority(number)
-        if current.get(number) != found:
-            current[number] = found
-            stamp += 1
-            heapq.heappush(heap, (*found, -stamp, number))  # of equal priorities the latest, as the end of a multimap
-
-    for number, count in enumerate(waiting):
-        if not count and number not in filled:
-            push(number)
-    order = []
-    while heap:
-        freed, users, _, number = heapq.heappop(heap)
-        if done[number] or current[number] != (freed, users):
-            continue
-        before = unfilled(number) if filled else None
-        if before is not None:
-            done[before] = 1
-            order.append(before)
-            del current[number]
-            for user in deps.frees[before]:
-                if not done[user] and not waiting[user]:
-                    push(user)
-            continue
-        done[number] = 1
-        order.append(number)
-        changed = []
-        for array in kernels[number].reads:
-            if array in left:
-                left[array] -= 1
-                if left[array] == 1:
-                    changed.append(array)
-        for user in deps.frees[number]:
-            waiting[user] -= 1
-            if not waiting[user]:
-                push(user)
-        for array in changed:
-            for reader in readers[array]:
-                if not done[reader] and not waiting[reader]:
-                    push(reader)
-    return order
+    return orders.post_order((*results, *rest), deps.waits.__getitem__)
 
 
 # --- what is in memory -------------------------------------------------------------------------------------------
@@ -336,6 +276,11 @@ class Liveness:
         return int(self.timeline.max()) if len(self.timeline) else 0
 
 
+def passes(kernel: Kernel) -> bool:
+    """Whether a kernel is a barrier whose results alias its operands; one that has an operand twice copies it."""
+    return kernel.kind == BARRIER and len(kernel.writes) == len(kernel.reads)
+
+
 def liveness(
     kernels: Sequence[Kernel],
     order: Sequence[int],
@@ -359,8 +304,7 @@ def liveness(
     change = np.zeros(len(order) + 1, dtype=np.int64)
     for position, number in enumerate(order):
         kernel = kernels[number]
-        passes = kernel.kind == BARRIER and len(kernel.writes) == len(kernel.reads)  # else it has an operand twice
-        passed = dict(zip(kernel.writes, kernel.reads, strict=True)) if passes else {}
+        passed = dict(zip(kernel.writes, kernel.reads, strict=True)) if passes(kernel) else {}
         free = [
             array
             for array in kernel.reads

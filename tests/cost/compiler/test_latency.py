@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import LOOP, Pressure, Reads, Rules, overlapped
-from autoshard.cost.compiler.schedule import dependencies
+from autoshard.cost.compiler.latency import LOOP, Pressure, Rules, overlapped
+from autoshard.cost.compiler.schedule import Reads, dependencies
 
 US = 1e-6
 

@@ -21,15 +21,16 @@ from autoshard.cost.compiler.gpu.estimates import kernel_seconds
 from autoshard.cost.compiler.gpu.split_k import Product, split_k
 from autoshard.cost.compiler.gpu.sums import Sums
 from autoshard.cost.compiler.kernels import LOOPS, Fusion, Kernel
-from autoshard.cost.compiler.latency import Pressure, Reads, overlapped
+from autoshard.cost.compiler.latency import Pressure, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, END, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
 from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels
-from autoshard.cost.compiler.schedule import Dependencies, combined
+from autoshard.cost.compiler.schedule import Dependencies, Reads, combined
 from autoshard.cost.machine.device import Device
 from autoshard.cost.passes import Passes
 from autoshard.dtypes import dtype_bytes
+from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
 COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
@@ -132,6 +133,7 @@ class GpuBackend(Backend):
 
     alignment = 128
     gaps = True
+    started = COLLECTIVES
     combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, COMBINE_BYTES)
     copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
 
@@ -139,7 +141,11 @@ class GpuBackend(Backend):
     def rewrites(self) -> Passes[Lowered]:
         """Pools, scatters and products as libraries and Triton take them."""
         return Passes(
-            (expanded_pools, partial(scattered_onto, again=True), partial(_for_libraries, device=self.device))
+            (
+                expanded_pools,
+                partial(scattered_onto, again=True),
+                partial(_for_libraries, device=self.device),
+            )
         )
 
     def fusion(self, program: Lowered) -> Fusion:
@@ -173,6 +179,9 @@ class GpuBackend(Backend):
         for kernel in kernels:
             if kernel.kind == "all-reduce" or _makes_sums_of_rows(kernel, sums):
                 kernel.shares = True
+            elif _is(kernel, "reduce", program) and kernel.kind in LOOPS and len(kernel.writes) > 1:
+                kernel.shares = True
+                kernel.displaced |= _of_several(kernel, program)
         merged = combined(kernels, key, size, COMBINE_BYTES, results=program.results)
         found = []
         for kernel in merged:
@@ -202,6 +211,14 @@ class GpuBackend(Backend):
         """The one with the lowest peak of three schedules."""
         return self.lowest_peak(kernels, deps, program)
 
+    def reads(self, kernels: Sequence[Kernel], program: Lowered) -> Reads:
+        """Products of more than two dims are read through bitcasts; cuDNN's convolutions return tuples."""
+        return Reads.of_arrays(
+            kernels,
+            lambda kernel: len(kernel.writes) > 1 or _is(kernel, "convolution", program),
+            lambda kernel: _bitcasts(kernel, program),
+        )
+
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
@@ -213,7 +230,7 @@ class GpuBackend(Backend):
         takes = [kernel_seconds(kernel, program, self.device, sums) for kernel in kernels]
         found = list(kernels)
         numbers = []
-        limit, reads = self._pressure(kernels, program), _reads(kernels, program)
+        limit, reads = self._pressure(kernels, program), self.reads(kernels, program)
         for number, ends in overlapped(order, deps, takes, moves, reads, pressure=limit):
             if ends:
                 kernel = kernels[number]
@@ -245,15 +262,6 @@ class GpuBackend(Backend):
         return Pressure(0.01 * device.slop * (SCHEDULED * memory - outside), reads, makes, size)
 
 
-def _reads(kernels: Sequence[Kernel], program: Lowered) -> Reads:
-    """What kernels read: products of more than two dims through bitcasts; cuDNN's convolutions return tuples."""
-    return Reads.of_arrays(
-        kernels,
-        lambda kernel: len(kernel.writes) > 1 or _is(kernel, "convolution", program),
-        lambda kernel: _bitcasts(kernel, program),
-    )
-
-
 def _bitcasts(kernel: Kernel, program: Lowered) -> dict[int, bool]:
     """Operands of a kernel's products that are bitcast to matrices -> whether to a transposed one.
 
@@ -276,9 +284,13 @@ def _bitcasts(kernel: Kernel, program: Lowered) -> dict[int, bool]:
 
 
 def _for_libraries(program: Lowered, device: Device) -> Lowered:
-    """cuDNN's convolutions; reductions for matrix-vector dots, loops for outer products, split-K for other dots."""
+    """cuDNN's convolutions; reductions for matrix-vector dots, loops for outer products, split-K for other dots.
+
+    Collectives run along the major-most dim: others need transposes, those of what experts read and make too.
+    """
     rewriter = Rewriter(program)
     folded = folded_kernels(program)
+    turned: dict[int, int] = {}  # what experts read -> its row-major copy
     for number, step in enumerate(program.steps):
         if number in folded:
             rewriter.instead[step.writes[0]] = rewriter.instead.get(step.reads[0], step.reads[0])
@@ -288,6 +300,20 @@ def _for_libraries(program: Lowered, device: Device) -> Lowered:
             rewriter.emit(replace(step, writes=(moved,)))
             rewriter.emit(Step("transpose", step.op, (moved,), step.writes))
             continue
+        if step.kind in EXPERTS and step.flops:
+            for array in step.reads:
+                if array not in turned and _runs_inside(program, _origin(program, array), "all-gather"):
+                    turned[array] = rewriter.array(array)
+                    rewriter.emit(Step("transpose", step.op, (array,), (turned[array],)))
+            rewriter.emit(replace(step, reads=tuple(turned.get(array, array) for array in step.reads)))
+            continue
+        if _runs_inside(program, step, "reduce-scatter"):
+            made = _origin(program, step.reads[0])
+            if made is not None and made.kind in EXPERTS:
+                first = rewriter.array(step.reads[0])
+                rewriter.emit(Step("transpose", step.op, step.reads, (first,)))
+                rewriter.emit(replace(step, reads=(first,)))
+                continue
         if step.kind == "convolution":
             cudnn_convolution(rewriter, step, program.graph.ops[step.op])
             continue
@@ -320,10 +346,27 @@ def _gathers_inside(program: Lowered, step: Step) -> bool:
     Dots read a matrix column-major as well as row-major, so without transpose.
     """
     found = program.arrays[step.writes[0]]
-    shape = found.shape
-    if not step.dim or shape is None or math.prod(shape[: step.dim]) == 1 or sum(size > 1 for size in shape) == 2:
+    if not _runs_inside(program, step, step.kind) or sum(size > 1 for size in found.shape or ()) == 2:
         return False
     return any(program.steps[reader].kind == "dot_general" for reader in found.readers)
+
+
+def _runs_inside(program: Lowered, step: Step | None, kind: str) -> bool:
+    """Whether a step is a collective of this kind along a dim that is not major-most."""
+    if step is None or step.kind != kind:
+        return False
+    shape = program.arrays[step.writes[0]].shape
+    return bool(step.dim) and shape is not None and math.prod(shape[: step.dim]) != 1
+
+
+def _origin(program: Lowered, array: int) -> Step | None:
+    """What makes an array, barriers left out; None for arguments."""
+    while (maker := program.arrays[array].maker) >= 0:
+        step = program.steps[maker]
+        if step.kind != BARRIER:
+            return step
+        array = step.reads[step.writes.index(array)]
+    return None
 
 
 def _keep_viewed(kernels: Sequence[Kernel], program: Lowered, sums: Sums) -> None:
@@ -356,11 +399,17 @@ def _is(kernel: Kernel, kind: str, program: Lowered) -> bool:
 
 def _elements(program: Lowered, sums: Sums, kernel: Kernel) -> int | None:
     """Elements over which a loop or reduction iterates: kernels with equal ones may merge; Triton kernels never do."""
-    if kernel.kind not in FUSED or sums.is_triton(kernel):
+    if kernel.kind not in FUSED or sums.is_triton(kernel) or any(_turned(program, array) for array in kernel.reads):
         return None
     step = program.steps[kernel.steps[-1]]
     array = step.reads[0] if step.kind == "reduce" and step.reads else kernel.writes[0]
     return math.prod(program.arrays[array].shape or (0,)) or None
+
+
+def _turned(program: Lowered, array: int) -> bool:
+    """Whether an array is reduce-scattered along a dim that is not major-most, and so in another layout than states."""
+    maker = program.arrays[array].maker
+    return maker >= 0 and _runs_inside(program, program.steps[maker], "reduce-scatter")
 
 
 def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
@@ -369,6 +418,20 @@ def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
     As seen in a cross-entropy's gradient beside a sum of it.
     """
     return kernel.kind in FUSED and len(kernel.writes) > 1 and sums.makes_rows(kernel)
+
+
+def _of_several(kernel: Kernel, program: Lowered) -> frozenset[int]:
+    """Operands of a kernel of which several of its loops' results are made; what is summed takes over a buffer."""
+    of: dict[int, frozenset[int]] = {array: frozenset({array}) for array in kernel.reads}
+    made: dict[int, int] = dict.fromkeys(kernel.reads, 0)
+    for number in kernel.steps:
+        step = program.steps[number]
+        found = frozenset().union(*(of.get(array, frozenset()) for array in step.reads))
+        of.update(dict.fromkeys(step.writes, found))
+        if step.kind != "reduce" and not set(step.writes).isdisjoint(kernel.writes):
+            for array in found:
+                made[array] += 1
+    return frozenset(array for array, count in made.items() if count > 1)
 
 
 def _makes_product(program: Lowered, array: int) -> bool:

@@ -16,14 +16,15 @@ from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend, Compiled, Placement, Traffic
 from autoshard.cost.compiler.kernels import Fusion, Kernel
+from autoshard.cost.compiler.list_schedule import greedy
 from autoshard.cost.compiler.lowered import ROUNDING, Array, Lowered, Step
+from autoshard.cost.compiler.memory_order import FromResults
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import scattered_onto
 from autoshard.cost.compiler.schedule import (
     Dependencies,
     Liveness,
     combined,
-    greedy,
     summed_over,
 )
 from autoshard.cost.compiler.tpu import rewrite, strips, units
@@ -34,7 +35,7 @@ from autoshard.cost.compiler.tpu.groups import in_groups
 from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
 from autoshard.cost.compiler.tpu.loops import as_loops, turned_operands, with_buffers
-from autoshard.cost.compiler.tpu.memory_order import FromResults, counted_peak
+from autoshard.cost.compiler.tpu.memory_order import counted_peak
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
 from autoshard.cost.compiler.tpu.sparse_copies import beside_sparse_cores
@@ -160,10 +161,11 @@ class CoarseTpuBackend(Backend):
         On one core it is depth first where rows are gathered in pieces. Here one piece stands for all; with all of them
         live the greedy schedule's peak is higher.
         """
-        found = FromResults(kernels, deps, program, self.buffer_bytes)
+        reads = self.reads(kernels, program)
+        found = FromResults(kernels, deps, reads, program.arrays, program.results, self.buffer_bytes)
         if self.device.cores == 1 and any(step.kind == JOINED for step in program.steps):
             return found.depth_first()
-        first = greedy(kernels, deps, program.arrays, late=self.fills_late)
+        first = greedy(kernels, deps, program.arrays, reads, late=self.fills_late)
         orders = [first, found.depth_first(), found.post_order()]
         return min(orders, key=lambda order: counted_peak(kernels, order, program, self.buffer_bytes))
 

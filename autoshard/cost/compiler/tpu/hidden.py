@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoshard.cost.compiler.kernels import Kernel
-from autoshard.cost.compiler.latency import LOOP, Reads, Rules, overlapped
+from autoshard.cost.compiler.latency import LOOP, Rules, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered
-from autoshard.cost.compiler.schedule import Dependencies
+from autoshard.cost.compiler.schedule import Dependencies, Reads
 from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED, ring
 from autoshard.cost.compiler.tpu.loops import goes_round, is_loop
 from autoshard.cost.compiler.tpu.place import SHARE

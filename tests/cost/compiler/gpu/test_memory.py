@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.mesh import Spec
 from autoshard.verify.check import VerifyReport
-from tests.cost.few_ops import compiled_for, f32, ids
+from tests.cost.few_ops import bf16, compiled_for, f32, ids
 
 pytest.importorskip("jax_plugins.xla_cuda12")
 jax = pytest.importorskip("jax")
@@ -158,7 +158,7 @@ def test_weights_are_gathered_for_a_second_pass_once_it_may_begin() -> None:
 
 
 def test_without_latency_hiding_weights_are_gathered_late() -> None:
-    arguments = [f32(65536, 1024), *([f32(1024, 4096), f32(4096, 1024)] * 8)]
+    arguments = [bf16(65536, 1024), *([bf16(1024, 4096), bf16(4096, 1024)] * 8)]
     hiding, sync = (compiled(recomputed, arguments, UNDER_FSDP, target) for target in ("h100:8", "h100+slop0:8"))
     assert sync.prediction.peak_memory_bytes == pytest.approx(sync.memory_bytes, rel=0.001)
     assert sync.memory_bytes < 0.5 * hiding.memory_bytes

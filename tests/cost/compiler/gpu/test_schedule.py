@@ -24,12 +24,8 @@ from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.targets import parse_target
-from tests.cost.few_ops import compiled_for
+from tests.cost.few_ops import bf16, compiled_for
 from tests.graph.helpers import graph_of
-
-
-def bf16(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def scheduled(

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from autoshard.cost.compiler.heap import packed
 from autoshard.cost.compiler.kernels import Kernel
+from autoshard.cost.compiler.list_schedule import greedy
 from autoshard.cost.compiler.lowered import Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import scattered_onto
-from autoshard.cost.compiler.schedule import dependencies, greedy, liveness
+from autoshard.cost.compiler.schedule import dependencies, liveness
 from autoshard.cost.compiler.tpu.backend import TpuBackend
 from autoshard.cost.compiler.tpu.fusion import TpuFusion
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, tiled
@@ -308,7 +309,7 @@ def test_every_kernel_runs_once_and_after_all_that_it_reads(parts: list[tuple[in
         kernels.append(Kernel((number,), reads, (number,), name, number, flops=float(kind == 3)))
         arrays.append(Array((size,), "f32", 4 * size, number))
     deps = dependencies(kernels)
-    found = greedy(kernels, deps, arrays, late)
+    found = greedy(kernels, deps, arrays, late=late)
     assert sorted(found) == list(range(len(kernels)))
     place = {number: at for at, number in enumerate(found)}
     assert all(place[maker] < place[number] for number in found for maker in deps.makers[number])
