@@ -25,8 +25,9 @@ from results import RESULTS, Row, add, flat, kept, key, read
 from tables import PLANS, TARGETS
 
 from autoshard import manual
+from autoshard.cost.predict import predict
 from autoshard.errors import ManualPlanError
-from autoshard.graph.annotations import Annotations
+from autoshard.graph.annotations import Annotations, with_regions
 from autoshard.graph.ops import Graph
 from autoshard.lower.least import least
 from autoshard.mesh import Mesh
@@ -68,7 +69,8 @@ def mesh_on(target_text: str, mesh_text: str) -> Mesh:
 def measured_plan(graph: Graph, chosen: Annotations, mesh: Mesh, target_text: str, cycles: bool = False) -> Row:
     """`measured`, of annotations at hand."""
     target = parse_target(target_text, mesh.size)
-    module = annotate(graph.program, graph, chosen, mesh)
+    chosen = with_regions(graph, chosen, predict(graph, chosen, mesh).specs)
+    module = annotate(graph.program, graph, chosen, mesh, platform=target.family)
     report, _ = compare_compiled(graph, chosen, mesh, target, module, cycles=cycles and target.family == "tpu")
     return flat(report.as_dict())
 
