@@ -86,3 +86,22 @@ def test_under_a_limit_the_choice_without_one_is_found_once_and_its_prices_are_a
     assert stages.count("strategies") == 3  # without a limit, and under each
     assert stages.count("solve") == 4  # twice without a limit, whose objective differs from the prediction
     assert known[MESH].annotations == free.annotations
+
+
+def test_after_a_plan_that_does_not_fit_without_latency_hiding_all_collectives_count(monkeypatch):
+    """For Mixtral on 16 H100 no plan was found: it was solved again as if nine tenths of its gathers were hidden."""
+    mesh = Mesh((4, 4), device="h100")
+    formulated, shares = one_mesh.Formulation.overlapping, []
+
+    def overlapping(self, share):
+        shares.append(share)
+        return formulated(self, share)
+
+    monkeypatch.setattr(one_mesh.Formulation, "overlapping", overlapping)
+    problem = OneMesh(GRAPH, mesh)
+    limited = problem.candidate(1e12)
+    assert max(shares) > 0.5
+    for before, hides in ((replace(limited, slop=10, memory=1), True), (replace(limited, slop=0, memory=1), False)):
+        shares.clear()
+        problem.candidate(1e12, before)
+        assert (max(shares) > 0.0) == hides
