@@ -330,7 +330,8 @@ class _Lowering:
         made = [self._array(value, -1) for value in results]
         for array, value, collectives in zip(made, results, after, strict=True):
             if collectives:
-                self.arrays[array].bytes, self.arrays[array].shape = self._partial(value, collectives)
+                size, shape = self._partial(value, collectives)
+                self.arrays[array].bytes, self.arrays[array].shape = size, shape or self._scattered(value, collectives)
         flops = op_flops(op, self.graph) * run.share
         if op.kind in EXPERTS:
             self._experts(op, reads, made, run, flops)
@@ -544,13 +545,18 @@ class _Lowering:
         ways = self.shardings.subaxes.mesh.group_size(first.axes)
         size = max(1, first.bytes // ways) if first.kind == "all-gather" else first.total_bytes
         kind = self.graph.type_of(value)
-        shape = self.shardings.subaxes.shard(kind.shape, self.shardings.made[value])
-        if first.kind == "reduce-scatter" and size == ways * made:
-            cut = [dim for dim, each in enumerate(shape) if each * ways == kind.shape[dim]]
-            return size, tuple(each * (ways if [dim] == cut else 1) for dim, each in enumerate(shape)) if len(
-                cut
-            ) == 1 else None
-        return size, shape if size == made else None
+        same = size == made
+        return size, self.shardings.subaxes.shard(kind.shape, self.shardings.made[value]) if same else None
+
+    def _scattered(self, value: Value, own: Sequence[Collective]) -> tuple[int, ...] | None:
+        """The shape of a region's result before it is reduce-scattered along one dim, which it cuts; else None."""
+        ways = self.shardings.subaxes.mesh.group_size(own[0].axes)
+        whole = self.graph.type_of(value).shape
+        shape = self.shardings.subaxes.shard(whole, self.shardings.made[value])
+        cut = [dim for dim, size in enumerate(shape) if size * ways == whole[dim]]
+        if own[0].kind != "reduce-scatter" or len(cut) != 1:
+            return None
+        return tuple(whole[dim] if [dim] == cut else size for dim, size in enumerate(shape))
 
     def _chain(self, value: Value, source: int, collectives: Sequence[Collective], tiling: Tiling, op: int) -> int:
         """The array after these collectives and, if needed, a dynamic-slice to `tiling`."""

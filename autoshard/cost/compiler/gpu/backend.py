@@ -407,9 +407,17 @@ def _elements(program: Lowered, sums: Sums, kernel: Kernel) -> int | None:
 
 
 def _turned(program: Lowered, array: int) -> bool:
-    """Whether an array is reduce-scattered along a dim that is not major-most, and so in another layout than states."""
+    """Whether experts' gradients are reduce-scattered to it along an inner dim: in another layout than states."""
+    made = _maker(program, array)
+    if made is None or not _runs_inside(program, made, "reduce-scatter"):
+        return False
+    before = _maker(program, made.reads[0])
+    return before is not None and before.kind == "transpose"
+
+
+def _maker(program: Lowered, array: int) -> Step | None:
     maker = program.arrays[array].maker
-    return maker >= 0 and _runs_inside(program, program.steps[maker], "reduce-scatter")
+    return program.steps[maker] if maker >= 0 else None
 
 
 def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:

@@ -29,13 +29,13 @@ from autoshard.cost.compiler.schedule import (
 )
 from autoshard.cost.compiler.tpu import rewrite, strips, units
 from autoshard.cost.compiler.tpu.conv_loops import allocated_early
+from autoshard.cost.compiler.tpu.counted_peak import counted_peak
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, reads_from_memory
 from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
 from autoshard.cost.compiler.tpu.groups import in_groups
 from autoshard.cost.compiler.tpu.hidden import asynchronous, hidden
 from autoshard.cost.compiler.tpu.layout import convolution_tiles, for_convolution, row_major, tiled, tiles
 from autoshard.cost.compiler.tpu.loops import as_loops, turned_operands, with_buffers
-from autoshard.cost.compiler.tpu.memory_order import counted_peak
 from autoshard.cost.compiler.tpu.place import Placing, multiplies_matrices, product_with_vectors
 from autoshard.cost.compiler.tpu.results import several_results
 from autoshard.cost.compiler.tpu.sparse_copies import beside_sparse_cores
