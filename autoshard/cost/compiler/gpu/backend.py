@@ -141,11 +141,7 @@ class GpuBackend(Backend):
     def rewrites(self) -> Passes[Lowered]:
         """Pools, scatters and products as libraries and Triton take them."""
         return Passes(
-            (
-                expanded_pools,
-                partial(scattered_onto, again=True),
-                partial(_for_libraries, device=self.device),
-            )
+            (expanded_pools, partial(scattered_onto, again=True), partial(_for_libraries, device=self.device))
         )
 
     def fusion(self, program: Lowered) -> Fusion:
@@ -286,7 +282,8 @@ def _bitcasts(kernel: Kernel, program: Lowered) -> dict[int, bool]:
 def _for_libraries(program: Lowered, device: Device) -> Lowered:
     """cuDNN's convolutions; reductions for matrix-vector dots, loops for outer products, split-K for other dots.
 
-    Collectives run along the major-most dim: others need transposes, those of what experts read and make too.
+    A collective runs along its layout's major-most dim: along another one, what dots and experts read of it, and what
+    experts give it, is transposed.
     """
     rewriter = Rewriter(program)
     folded = folded_kernels(program)
@@ -429,7 +426,7 @@ def _makes_sums_of_rows(kernel: Kernel, sums: Sums) -> bool:
 
 
 def _of_several(kernel: Kernel, program: Lowered) -> frozenset[int]:
-    """Operands of a kernel of which several of its loops' results are made; what is summed takes over a buffer."""
+    """Operands from which a kernel computes several results, sums left out: none of these takes over their buffer."""
     of: dict[int, frozenset[int]] = {array: frozenset({array}) for array in kernel.reads}
     made: dict[int, int] = dict.fromkeys(kernel.reads, 0)
     for number in kernel.steps:
