@@ -135,9 +135,13 @@ def test_a_tie_goes_to_the_plan_by_hand_where_kernels_were_priced_far_off(prices
 
 
 def test_memory_limit_and_hints_hold(graph):
-    least = min(predict(graph, made, MESH).peak_memory_bytes for _, made in rivals.by_hand(graph, MESH, {}))
+    made = [candidate(graph, annotations, memory=0) for _, annotations in rivals.by_hand(graph, MESH, {})]
+    least = min(one.rescheduled().prediction.peak_memory_bytes for one in made)
+    assert least < min(one.prediction.peak_memory_bytes for one in made)
     before = chosen(graph, "dp", memory=least - 1)
     assert or_by_hand(before, graph) == before
+    found = or_by_hand(replace(before, memory=least), graph)
+    assert (found.prediction.peak_memory_bytes, found.slop) == (least, 0)
     names = dict(rivals.by_hand(graph, MESH, {}))
     assert {"dp", "fsdp", "megatron"} <= set(names)
     assert "dp" not in dict(rivals.by_hand(graph, MESH, HALF))
