@@ -52,3 +52,34 @@ return %m2 : {images} }} }}"""
     compiled = compile_module(module, parse_target("tpu-v5e:2x4", 8))
     assert normalise(compiled_collectives(compiled.hlo_text, MESH, "tpu")) == said
     assert said == {("all-gather", ("data", "model")): 2 * 64 * 64 * size * size}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_a_weight_that_a_checkpointed_block_reads_again_is_gathered_in_bf16(dtype):
+    """Under autocast a decoder's weights were predicted in f32: conversions and barriers were taken for users of it."""
+    pytest.importorskip("libtpu")
+    rows, weight = "tensor<512x256xf32>", "tensor<256x256xf32>"
+    low, narrow = f"tensor<512x256x{dtype}>", f"tensor<256x256x{dtype}>"
+    dims = "contracting_dims = [1] x [0]"
+    text = f"""module {{ func.func public @main(%x: {rows}, %w: {weight}) -> ({low}, {low}) {{
+%x1 = stablehlo.convert %x : ({rows}) -> {low} loc("op0")
+%w1 = stablehlo.convert %w : ({weight}) -> {narrow} loc("op0")
+%r0 = stablehlo.dot_general %x1, %w1, {dims} : ({low}, {narrow}) -> {low} loc("op0")
+%m0 = {MARK.format("r0", low, low)} loc("op0.out0")
+%b:2 = stablehlo.optimization_barrier %m0, %w : {low}, {weight} loc("op1")
+%w2 = stablehlo.convert %b#1 : ({weight}) -> {narrow} loc("op2")
+%r2 = stablehlo.dot_general %b#0, %w2, {dims} : ({low}, {narrow}) -> {low} loc("op2")
+%m2 = {MARK.format("r2", low, low)} loc("op2.out0")
+return %m0, %m2 : {low}, {low} }} }}"""
+    ops = [AtenOp(k, name, "", "forward", (TensorType((512, 256), dtype),)) for k, name in enumerate(("mm", "b", "mm"))]
+    graph = graph_from_text(text, ops=ops)
+    x, w = (Value(op) for op in graph.arguments)
+    split, whole = (("data", "model"), ()), ((), ())
+    pins = {x: split, w: split, **dict.fromkeys(graph.aten_outputs.values(), split)}
+    wanted = Annotations(pins, {(w, 0): whole, (w, 1): whole})
+    collectives = partition(graph, propagate(graph, wanted, MESH, "tpu"), "tpu").collectives
+    said = {(one.kind, one.axes): one.bytes * one.count for one in collectives}
+    module = annotate(graph.program, graph, wanted, MESH)
+    compiled = compile_module(module, parse_target("tpu-v5e:2x4", 8))
+    assert normalise(compiled_collectives(compiled.hlo_text, MESH, "tpu")) == said
+    assert said == {("all-gather", ("data", "model")): 2 * 256 * 256}

@@ -1,7 +1,8 @@
 """Moves in bf16 on TPU: contractions of f32 use bf16 passes, so values that only they use are rounded early.
 
 Compiled with libtpu 0.0.51: all-gathers, all-to-alls and permutes of slices of an f32 value whose only users, also
-through data movement, are contractions, move bf16 (`BFloat16Propagation`); all-reduces do not.
+through data movement and optimization barriers, are contractions and conversions to bf16, move bf16
+(`BFloat16Propagation`); all-reduces do not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.ops.scatter import SUM_MOVES
 from autoshard.cost.partitioner.partitioned import Emission
 from autoshard.cost.partitioner.reshard.emitted import Step
+from autoshard.graph.groups import BARRIER
 from autoshard.graph.ops import Op, Value
 
 _PASSING = SUM_MOVES | {"reverse"}
@@ -43,7 +45,7 @@ def multiplies_matrices(context: Context, op: Op) -> bool:
 
 
 def only_contracted(context: Context, value: Value, at: int | None, depth: int = 8) -> bool:
-    """Whether contractions are the only users of a value, or of its copy number `at`, data movement aside."""
+    """Whether only contractions and conversions to bf16 use a value, or its copy number `at`, data movement aside."""
     further = [
         only_contracted(context, value, number, depth)
         for number in context.copies_of.get(value, ())
@@ -54,11 +56,18 @@ def only_contracted(context: Context, value: Value, at: int | None, depth: int =
     if value in context.graph.returned and context.shardings.copy_read(None, value) == at:
         return False
     readers = [op for op in context.graph.readers(value) if context.shardings.copy_read(op.id, value) == at]
-    return bool(readers or further) and all(
-        multiplies_matrices(context, op)
-        or (op.kind in _PASSING and depth > 0 and only_contracted(context, Value(op.id), None, depth - 1))
-        for op in readers
-    )
+    return bool(readers or further) and all(_rounds(context, op, value, depth) for op in readers)
+
+
+def _rounds(context: Context, op: Op, value: Value, depth: int) -> bool:
+    """Whether an op uses an operand in bf16 alone, or passes it on to such ops."""
+    if multiplies_matrices(context, op) or (op.kind == "convert" and op.results[0].dtype == "bf16"):
+        return True
+    if op.kind == BARRIER:
+        passed = [Value(op.id, place) for place, operand in enumerate(op.operands) if operand == value]
+    else:
+        passed = [Value(op.id)] if op.kind in _PASSING else []
+    return bool(passed) and depth > 0 and all(only_contracted(context, each, None, depth - 1) for each in passed)
 
 
 def halved(emission: Emission) -> Emission:
