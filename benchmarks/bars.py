@@ -3,8 +3,8 @@
 Step times: whole steps that others measured, as `published.py` predicts them (`results/published.jsonl`); per target
 with each (model family, device) counted alike, and per device kind that has ten rows. Ties: pairs of such rows, of one
 model on as many devices and of one publication; by how much the ratio of their times is mispredicted. Memory: predicted
-beside compiled in the files of `results/`, each counted alike. Printed with each bar: which share of one half of its
-rows a bar from the other half covers.
+beside compiled in the files of `results/`, `real.csv` too, each counted alike. Printed with each bar: which share of
+one half of its rows a bar from the other half covers.
 
     python benchmarks/bars.py STEPS.json
     python benchmarks/bars.py STEPS.json --write
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from published import KINDS
+from real import kept
 from results import RESULTS, read
 
 import autoshard
@@ -107,6 +108,11 @@ def memory_rows() -> dict[str, list[Case]]:
                 error = abs(math.log(row["predicted_memory"] / row["compiled_memory"]))
                 target = load_device(row["target"]).target
                 found.setdefault(target, []).append(((name,), f"{row['model']} {row['plan']}", error))
+    for row in kept(RESULTS / "real.csv"):
+        if row["compiled_memory"]:
+            error = abs(math.log(float(row["predicted_memory"]) / float(row["compiled_memory"])))
+            target = load_device(row["row"].partition("/")[2]).target
+            found.setdefault(target, []).append((("real",), row["row"], error))
     return found
 
 
