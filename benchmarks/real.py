@@ -33,6 +33,7 @@ COLUMNS = (
     *("row", "layers", "remat", "mesh", "plan_cpu_s", "rss_gb", "gap", "fused", "written_out", "limit", "fidelity"),
     *(f"{side}_{what}" for what in ("s", "memory", "bytes") for side in ("predicted", "compiled")),
     *("compile_cpu_s", "recomputed", "error", "sources", "commit", "date", "versions"),
+    *("predicted_overlapped_s", "compiled_overlapped_s"),  # last: older rows have none
 )
 
 
@@ -88,6 +89,7 @@ def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: 
             "written_out": len(attention.get("written_out", [])),
             "recomputed": next((name for name in written["program"]["switches"] if name.startswith("remat:")), ""),
             "predicted_s": written["predicted"]["step_time_s"],
+            "predicted_overlapped_s": written["predicted"]["overlapped_s"],
             "predicted_memory": written["predicted"]["peak_memory_bytes"],
         }
         if asked.only_plan or not program.get("compile", True):
@@ -102,6 +104,7 @@ def made_row(name: str, program: dict[str, Any], target: str, mesh: str, asked: 
             "compiled_bytes": report["compiled_bytes"],
             "compiled_memory": report["memory"]["compiled_bytes"],
             "compiled_s": report["compiled"]["step_time_s"],
+            "compiled_overlapped_s": report["compiled"]["overlapped_s"],
         }
 
 
@@ -152,14 +155,15 @@ def said(row: dict[str, Any]) -> str:
     line = (
         f"{row['row']}{recomputed}: planned in {row['plan_cpu_s']} CPU s, {row['rss_gb']} GB, gap {row['gap']:.2%}, "
         f"{row['fused']} attentions as one op, {row['written_out']} written out; "
-        f"step {row['predicted_s'] * 1e3:.1f} ms, memory {row['predicted_memory'] / 1e9:.2f} GB"
+        f"step {row['predicted_s'] * 1e3:.1f} ms ({row['predicted_overlapped_s'] * 1e3:.1f} overlapped), "
+        f"memory {row['predicted_memory'] / 1e9:.2f} GB"
     )
     if "compiled_s" not in row:
         return line
     fits = "fits" if row["limit"] is None or row["compiled_memory"] <= row["limit"] else "does NOT fit"
     return (
-        f"{line}; compiled in {row['compile_cpu_s']} CPU s: step {row['compiled_s'] * 1e3:.1f} ms, memory "
-        f"{row['compiled_memory'] / 1e9:.2f} GB ({row['predicted_memory'] / row['compiled_memory'] - 1:+.1%}, {fits}), "
+        f"{line}; compiled in {row['compile_cpu_s']} CPU s: step {row['compiled_s'] * 1e3:.1f} ms "
+        f"({row['compiled_overlapped_s'] * 1e3:.1f} overlapped), memory {row['compiled_memory'] / 1e9:.2f} GB ({row['predicted_memory'] / row['compiled_memory'] - 1:+.1%}, {fits}), "
         f"bytes {row['fidelity']:.1%} off"
     )
 

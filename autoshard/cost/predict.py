@@ -33,7 +33,6 @@ from autoshard.graph.ops import Graph, Value
 from autoshard.graph.rules.table import rule_for
 from autoshard.mesh import Mesh, Spec
 
-_GRADIENT_KINDS = ("all-reduce", "reduce-scatter")
 _UNMEASURED = {"convolution", "sort", *EXPERTS}
 """Kinds of ops in none of the steps that others measured."""
 
