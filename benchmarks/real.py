@@ -163,7 +163,8 @@ def said(row: dict[str, Any]) -> str:
     fits = "fits" if row["limit"] is None or row["compiled_memory"] <= row["limit"] else "does NOT fit"
     return (
         f"{line}; compiled in {row['compile_cpu_s']} CPU s: step {row['compiled_s'] * 1e3:.1f} ms "
-        f"({row['compiled_overlapped_s'] * 1e3:.1f} overlapped), memory {row['compiled_memory'] / 1e9:.2f} GB ({row['predicted_memory'] / row['compiled_memory'] - 1:+.1%}, {fits}), "
+        f"({row['compiled_overlapped_s'] * 1e3:.1f} overlapped), memory "
+        f"{row['compiled_memory'] / 1e9:.2f} GB ({row['predicted_memory'] / row['compiled_memory'] - 1:+.1%}, {fits}), "
         f"bytes {row['fidelity']:.1%} off"
     )
 
