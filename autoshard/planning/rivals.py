@@ -92,8 +92,8 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     """
     assert found.solver is not None
     proved = found.solver.gap is not None and found.solver.gap <= _SURE
-    priced = found.time if found.hidden else found.prediction.step_time_s  # as the objective counts collectives
-    right = found.prices == (1.0, 1.0) and priced <= (1 + _SURE) * found.solver.objective
+    step = found.time if found.hidden else found.prediction.step_time_s  # as the objective counts collectives
+    right = found.prices == (1.0, 1.0) and step <= (1 + _SURE) * found.solver.objective
     sure = proved and right
     doubted = not 1 / _FAR_OFF <= found.prices[0] <= _FAR_OFF
     count = max((_DOUBTED_OPS if doubted else PREDICTED_OPS) // max(1, len(graph.ops)), 0 if sure else 1)

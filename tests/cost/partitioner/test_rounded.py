@@ -20,6 +20,18 @@ MESH = Mesh((2, 4), ("data", "model"))
 MARK = 'stablehlo.custom_call @Sharding(%{}) {{mhlo.sharding = "{{replicated}}"}} : ({}) -> {}'
 
 
+def predicted(graph, wanted):
+    """Predicted bytes by kind and axes."""
+    collectives = partition(graph, propagate(graph, wanted, MESH, "tpu"), "tpu").collectives
+    return {(one.kind, one.axes): one.bytes * one.count for one in collectives}
+
+
+def compiled(graph, wanted):
+    """The same, as libtpu compiles it for v5e."""
+    module = compile_module(annotate(graph.program, graph, wanted, MESH), parse_target("tpu-v5e:2x4", 8))
+    return normalise(compiled_collectives(module.hlo_text, MESH, "tpu"))
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_kernel_that_a_convolution_and_its_gradient_read_is_gathered_in_bf16_once(size):
     pytest.importorskip("libtpu")
@@ -46,12 +58,11 @@ return %m2 : {images} }} }}"""
     split, whole = (("data", "model"), (), (), ()), ((), (), (), ())
     pins = {x: split, w: split, **dict.fromkeys(graph.aten_outputs.values(), split)}
     wanted = Annotations(pins, {(w, 0): whole, (w, 2): whole})
-    collectives = partition(graph, propagate(graph, wanted, MESH, "tpu"), "tpu").collectives
-    said = {(one.kind, one.axes): one.bytes * one.count for one in collectives}
-    module = annotate(graph.program, graph, wanted, MESH)
-    compiled = compile_module(module, parse_target("tpu-v5e:2x4", 8))
-    assert normalise(compiled_collectives(compiled.hlo_text, MESH, "tpu")) == said
-    assert said == {("all-gather", ("data", "model")): 2 * 64 * 64 * size * size}
+    assert (
+        predicted(graph, wanted)
+        == compiled(graph, wanted)
+        == {("all-gather", ("data", "model")): 2 * 64 * 64 * size * size}
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
@@ -77,9 +88,4 @@ return %m0, %m2 : {low}, {low} }} }}"""
     split, whole = (("data", "model"), ()), ((), ())
     pins = {x: split, w: split, **dict.fromkeys(graph.aten_outputs.values(), split)}
     wanted = Annotations(pins, {(w, 0): whole, (w, 1): whole})
-    collectives = partition(graph, propagate(graph, wanted, MESH, "tpu"), "tpu").collectives
-    said = {(one.kind, one.axes): one.bytes * one.count for one in collectives}
-    module = annotate(graph.program, graph, wanted, MESH)
-    compiled = compile_module(module, parse_target("tpu-v5e:2x4", 8))
-    assert normalise(compiled_collectives(compiled.hlo_text, MESH, "tpu")) == said
-    assert said == {("all-gather", ("data", "model")): 2 * 256 * 256}
+    assert predicted(graph, wanted) == compiled(graph, wanted) == {("all-gather", ("data", "model")): 2 * 256 * 256}

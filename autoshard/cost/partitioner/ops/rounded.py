@@ -56,10 +56,10 @@ def only_contracted(context: Context, value: Value, at: int | None, depth: int =
     if value in context.graph.returned and context.shardings.copy_read(None, value) == at:
         return False
     readers = [op for op in context.graph.readers(value) if context.shardings.copy_read(op.id, value) == at]
-    return bool(readers or further) and all(_rounds(context, op, value, depth) for op in readers)
+    return bool(readers or further) and all(_reads_bf16(context, op, value, depth) for op in readers)
 
 
-def _rounds(context: Context, op: Op, value: Value, depth: int) -> bool:
+def _reads_bf16(context: Context, op: Op, value: Value, depth: int) -> bool:
     """Whether an op uses an operand in bf16 alone, or passes it on to such ops."""
     if multiplies_matrices(context, op) or (op.kind == "convert" and op.results[0].dtype == "bf16"):
         return True
