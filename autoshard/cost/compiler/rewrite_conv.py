@@ -178,19 +178,6 @@ def expanded_select_and_scatter(rewriter: Rewriter, step: Step, op: Op) -> None:
     rewriter.emit(Step("scatter", step.op, (cleared, rows, source), step.writes))
 
 
-def expanded_pools(program: Lowered) -> Lowered:
-    """`SelectAndScatterExpander` for a whole program."""
-    if all(step.kind != "select_and_scatter" for step in program.steps):
-        return program
-    rewriter = Rewriter(program)
-    for step in program.steps:
-        if step.kind == "select_and_scatter":
-            expanded_select_and_scatter(rewriter, step, program.graph.ops[step.op])
-        else:
-            rewriter.emit(step)
-    return rewriter.result()
-
-
 def _width(rewriter: Rewriter, array: int) -> int:
     found = rewriter.arrays[array]
     return found.bytes // max(1, math.prod(found.shape or ()))

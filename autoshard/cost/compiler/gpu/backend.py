@@ -25,7 +25,7 @@ from autoshard.cost.compiler.latency import Pressure, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, END, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
 from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
-from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, expanded_pools, folded_kernels
+from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, folded_kernels
 from autoshard.cost.compiler.schedule import Dependencies, Reads, combined
 from autoshard.cost.machine.device import Device
 from autoshard.cost.passes import Passes
@@ -139,10 +139,8 @@ class GpuBackend(Backend):
 
     @property
     def rewrites(self) -> Passes[Lowered]:
-        """Pools, scatters and products as libraries and Triton take them."""
-        return Passes(
-            (expanded_pools, partial(scattered_onto, again=True), partial(_for_libraries, device=self.device))
-        )
+        """Scatters and products as libraries and Triton take them."""
+        return Passes((partial(scattered_onto, again=True), partial(_for_libraries, device=self.device)))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
