@@ -168,7 +168,8 @@ def predict(
 def rescheduled(found: Prediction, mesh: Mesh) -> Prediction:
     """The prediction of a GPU's program as XLA schedules it for the kind of `mesh`, which differs in `Device.slop`."""
     device = load_device(mesh.device)
-    compiled = backend_of(device).scheduled(list(found.compiled.unscheduled), found.compiled.program)
+    before = found.compiled
+    compiled = backend_of(device).scheduled(list(before.unscheduled), before.program, before.sequence)
     kernels = _per_op(compiled, compiled.program.graph, kernel_seconds(compiled, device))
     return replace(
         found,

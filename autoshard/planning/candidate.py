@@ -20,7 +20,7 @@ from autoshard.strategies.carry import Carried
 
 OPTIMUM = "optimum"
 """Name of the candidate that the solver chose."""
-SLOPS = (0, 10, 30, 60, 80)
+SLOPS: tuple[int, ...] = (0, 10, 30, 60, 80)
 """Percentages of memory for XLA's latency hiding scheduler that are tried where its default takes too much."""
 
 
@@ -90,11 +90,11 @@ class Candidate:
         """
         if self.fits or load_device(self.mesh.device).target != "gpu" or slop_of(self.mesh.device) is not None:
             return self
-        found = self.with_slop(SLOPS[0])
-        for percent in SLOPS[1:]:
-            if not found.fits or not (other := self.with_slop(percent)).fits:
-                break
-            found = other
+        found, percents = self.with_slop(SLOPS[0]), SLOPS[1:]
+        while found.fits and percents:
+            middle = len(percents) // 2
+            other = self.with_slop(percents[middle])
+            found, percents = (other, percents[middle + 1 :]) if other.fits else (found, percents[:middle])
         return found
 
     def with_slop(self, percent: int) -> Candidate:

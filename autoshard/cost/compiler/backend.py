@@ -67,6 +67,7 @@ class Compiled:
         placement: memory space assignment, for a device with on-chip memory.
         gaps: whether fragmentation counts as memory.
         unscheduled: the kernels before they were scheduled.
+        sequence: their order by the memory scheduler, before collectives run beside kernels.
     """
 
     program: Lowered = field(repr=False)
@@ -77,6 +78,7 @@ class Compiled:
     placement: Placement | None = None
     gaps: bool = False
     unscheduled: tuple[Kernel, ...] = field(default=(), repr=False)
+    sequence: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def flops(self) -> float:
@@ -120,7 +122,7 @@ class Compiled:
         live = self.live
         if not self.gaps:
             return live.peak
-        return max(live.peak, best_fit([(*span, live.sizes[array]) for array, span in live.spans.items()]))
+        return best_fit([(*span, live.sizes[array]) for array, span in live.spans.items()], live.peak)
 
     @property
     def peak_bytes(self) -> int:
@@ -221,12 +223,16 @@ class Backend:
         self.store(kernels, program)
         return self.scheduled(self.combine(kernels, program), program)
 
-    def scheduled(self, kernels: list[Kernel], program: Lowered) -> Compiled:
-        """The schedule of a program's kernels, and its memory."""
+    def scheduled(self, kernels: list[Kernel], program: Lowered, sequence: Sequence[int] = ()) -> Compiled:
+        """The schedule of a program's kernels, and its memory.
+
+        Args:
+            sequence: the order by the memory scheduler, where it is known.
+        """
         unscheduled = tuple(kernels)
         deps = dependencies(kernels)
-        order = self.order(kernels, deps, program)
-        kernels, order = self.overlap(kernels, order, deps, program)
+        sequence = tuple(sequence or self.order(kernels, deps, program))
+        kernels, order = self.overlap(kernels, list(sequence), deps, program)
         live = liveness(kernels, order, program.arrays, self.buffer_bytes)
         arguments = sum(self.buffer_bytes(array) for array in program.arrays if array.maker < 0)
         outputs = sum(
@@ -237,7 +243,7 @@ class Backend:
         ordered = tuple(kernels[number] for number in order)
         if self.reuses_results:
             live = beside_results(live, ordered, program.arrays, self.buffer_bytes)
-        found = Compiled(program, ordered, live, arguments, outputs, gaps=self.gaps, unscheduled=unscheduled)
+        found = Compiled(program, ordered, live, arguments, outputs, None, self.gaps, unscheduled, sequence)
         return self.placed(found)
 
     def placed(self, compiled: Compiled) -> Compiled:

@@ -12,15 +12,20 @@ Block = tuple[int, int, int]
 """A live range: (first position, last position, bytes)."""
 
 
-def best_fit(blocks: Sequence[Block]) -> int:
+def best_fit(blocks: Sequence[Block], peak: int = 0) -> int:
     """Bytes of a heap filled largest buffers first, or longest live ranges first: whichever is smaller.
 
     Each buffer takes the tightest gap between buffers that are live with it, or the top (XLA's
     `GlobalDecreasingSizeBestFitHeap`, which its CPU and GPU compilers use for temporaries).
+
+    Args:
+        peak: of live bytes, where it is known; no heap is smaller.
     """
-    largest = sorted(blocks, key=lambda block: (-block[2], block[0] - block[1]))
+    largest = _tightest(sorted(blocks, key=lambda block: (-block[2], block[0] - block[1])))
+    if largest <= peak:
+        return peak
     longest = sorted(blocks, key=lambda block: (block[0] - block[1], -block[2]))
-    return min(_tightest(largest), _tightest(longest))
+    return max(peak, min(largest, _tightest(longest)))
 
 
 def _tightest(blocks: Sequence[Block]) -> int:
