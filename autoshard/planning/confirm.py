@@ -25,6 +25,8 @@ from autoshard.verify.targets import Target, TargetError
 
 NEAR = 0.8
 """Part of the memory limit above which `auto` confirms a predicted peak: most predictions are within 15 %."""
+SLOWER = 1.005
+"""Part of its time that a step may take where a plan of less memory is not solved for."""
 COMPILES = 3
 """Most plans that are compiled."""
 SECONDS = 300.0
@@ -116,10 +118,16 @@ class _Confirming:
     def smaller(self, found: Chosen, share: float) -> Chosen:
         """A choice of which that share is predicted, or less; where there is none, the one of least memory.
 
+        The same one with less latency hiding, where that is hardly slower, needs no solver.
+
         Raises:
             NoPlanError: nothing that is smaller by 1 % is predicted.
         """
         asked = TIGHTER * share * found.predicted_bytes
+        if not self.options.refine:
+            same = replace(found.candidate, memory=int(asked)).rescheduled()
+            if same.fits and same.time <= SLOWER * found.candidate.time:
+                return replace(found, candidate=same)
         for _ in range(2):
             try:
                 return self.solve(replace(self.options, memory=asked))
