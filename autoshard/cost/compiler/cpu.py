@@ -48,6 +48,14 @@ class CpuFusion(Fusion):
         super().__init__(program)
         self.libraries: set[int] = set()  # roots of library calls
 
+    def absorbs(self, step: Step) -> bool:
+        """Reductions fuse no producers by themselves; loops do."""
+        return super().absorbs(step) and step.kind != "reduce"
+
+    def reads_more(self, step: Step, kernels: int) -> bool:
+        """Never a reason to materialise what all users can fuse."""
+        return False
+
     def takes(self, reader: int, number: int) -> bool:
         """Library calls fuse broadcasts, of the producers of their operands."""
         if self.root[reader] != reader or reader in self.libraries:
