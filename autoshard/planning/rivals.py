@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from math import prod
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.predict import Prediction, predict
+from autoshard.dtypes import dtype_bytes
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.manual import PLANS
 from autoshard.manual.rank import ranked
-from autoshard.mesh import Mesh, Spec, replicated
+from autoshard.mesh import Mesh, Spec, replicated, spec_axes
 from autoshard.planning.candidate import Candidate, collective_totals
 from autoshard.planning.hints import value_named
 from autoshard.planning.options import PlanningOptions
@@ -46,18 +48,35 @@ _ROUNDING = 1e-6
 """Relative rounding of recorded times, at most."""
 
 
-def by_hand(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
-    """Plans by hand that satisfy the hints, best estimated first (`manual/rank.py`), without those XLA miscompiles."""
-    for name, made in _wanted(graph, mesh, hints):
+def by_hand(
+    graph: Graph, mesh: Mesh, hints: Mapping[str, Spec], memory: int | None = None
+) -> Iterator[tuple[str, Annotations]]:
+    """Plans by hand that satisfy the hints, best estimated first (`manual/rank.py`), without those XLA miscompiles.
+
+    Nor are those among them whose arguments alone take more than `memory` bytes per device.
+    """
+    for name, made in _wanted(graph, mesh, hints, memory):
         if (safe := _safe(graph, made, mesh)) is not None:
             yield name, safe
 
 
-def _wanted(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> Iterator[tuple[str, Annotations]]:
+def _wanted(
+    graph: Graph, mesh: Mesh, hints: Mapping[str, Spec], memory: int | None
+) -> Iterator[tuple[str, Annotations]]:
     wanted = {value_named(graph, name): spec for name, spec in hints.items()}
     for name, made in ranked(graph, mesh, load_device(mesh.device), PLANS):
-        if all(value is not None and made.pins.get(value) == spec for value, spec in wanted.items()):
+        kept = all(value is not None and made.pins.get(value) == spec for value, spec in wanted.items())
+        if kept and (memory is None or _held_bytes(graph, made, mesh) <= memory):
             yield name, made
+
+
+def _held_bytes(graph: Graph, made: Annotations, mesh: Mesh) -> float:
+    """Bytes of the arguments per device."""
+    found = 0.0
+    for op, spec in zip(graph.arguments, _arguments(graph, made), strict=True):
+        kind = graph.type_of(Value(op))
+        found += prod(kind.shape) * dtype_bytes(kind.dtype) / mesh.ways(mesh.in_order(spec_axes(spec)))
+    return found
 
 
 def _safe(graph: Graph, made: Annotations, mesh: Mesh) -> Annotations | None:
@@ -77,7 +96,7 @@ def that_fits(
         bound: on the objective without a limit, in seconds.
     """
     found = []
-    for name, made in islice(by_hand(graph, mesh, hints), FITTED):
+    for name, made in islice(by_hand(graph, mesh, hints, memory), FITTED):
         one = Candidate(mesh, made, predict(graph, made, mesh), memory=memory, graph=graph).rescheduled()
         gap = None if bound is None else max(0.0, 1 - bound / one.time)
         found.append(replace(one, solver=SolverInfo("feasible", one.time, bound, gap, BY_HAND, overruled=name)))
@@ -87,8 +106,9 @@ def that_fits(
 def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: Mapping[str, Spec]) -> Candidate:
     """The solver's choice, or the plan by hand that is predicted faster within the same memory limit and hints.
 
-    A plan by hand that is equal to the choice, with an equal prediction, is taken too: it pins fewer values, and
-    compilers then combine more.
+    On a TPU it is to be no slower in sequence either: no schedule says which of its permutes hide. A plan by hand that
+    is equal to the choice, with an equal prediction, is taken too: it pins fewer values, and compilers then combine
+    more.
     """
     assert found.solver is not None
     proved = found.solver.gap is not None and found.solver.gap <= _SURE
@@ -99,8 +119,8 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     count = max((_DOUBTED_OPS if doubted else PREDICTED_OPS) // max(1, len(graph.ops)), 0 if sure else 1)
     if not count:  # making the plans by hand alone takes long for deep models
         return found
-    best = found
-    wanted = list(_wanted(graph, found.mesh, hints))
+    best, scheduled = found, load_device(found.mesh.device).target != "tpu"
+    wanted = list(_wanted(graph, found.mesh, hints, found.memory))
     if doubted:
         wanted.sort(key=lambda each: each[0] != _OF_IMAGES)
     for name, unsafe in wanted:
@@ -114,7 +134,9 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
         rival = rival.written(graph, options).rescheduled()
         alike = same and _alike(rival.prediction, found.prediction)
         margin = _TIED if doubted and best is found else -_FASTER
-        if rival.fits and (alike or rival.time < best.time * (1 + margin)):
+        slower = rival.prediction.step_time_s > best.prediction.step_time_s * (1 + margin)
+        faster = rival.time < best.time * (1 + margin) and (scheduled or not slower)
+        if rival.fits and (alike or faster):
             best = rival
     return best
 

@@ -148,6 +148,24 @@ def test_memory_limit_and_hints_hold(graph):
     assert not dict(rivals.by_hand(graph, MESH, {"0.weight": (("y",), ("x",)), **HALF}))
 
 
+def test_what_holds_more_than_the_limit_in_arguments_alone_is_not_predicted(graph):
+    held = 16 * 4 * (1024 + 1) * 1024  # weights and biases, two moments of each, of four layers
+    names = dict(rivals.by_hand(graph, MESH, {}, held // 4))
+    assert "fsdp" in names
+    assert "dp" not in names
+    assert "dp" in dict(rivals.by_hand(graph, MESH, {}, held))
+
+
+@pytest.mark.parametrize(("device", "taken"), [("h100", True), ("tpu-v5e", False)])
+def test_on_a_tpu_a_rival_is_no_slower_in_sequence_either(device, taken, graph):
+    mesh = replace(MESH, device=device)
+    predictions = [predict(graph, made, mesh) for _, made in rivals.by_hand(graph, mesh, {})]
+    best = min(predictions, key=lambda each: each.overlapped_s)
+    times = {"step_time_s": 0.9 * best.step_time_s, "overlapped_s": 1.1 * best.overlapped_s}
+    found = Candidate(mesh, PLANS["dp"](graph, mesh), replace(best, **times), solver=SOLVER)
+    assert (or_by_hand(found, graph) is not found) is taken
+
+
 def test_a_large_program_has_no_rival_predicted_unless_its_gap_is_open(graph, monkeypatch):
     monkeypatch.setattr(rivals, "PREDICTED_OPS", len(graph.ops) - 1)
     before = chosen(graph, "dp")
