@@ -92,7 +92,8 @@ def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     found = []
     for dtype, dims, layout in _ARRAY.findall(text):
         sizes = tuple(int(dim.strip().removeprefix("<=")) for dim in dims.split(",") if dim.strip())
-        found.append(ArrayShape(dtype, sizes, "S(1)" in layout, _padding(sizes, layout), _rows(layout)))
+        on_chip = "S(1)" in layout or "S(3)" in layout  # vector memory; on v4, common memory
+        found.append(ArrayShape(dtype, sizes, on_chip, _padding(sizes, layout), _rows(layout)))
     return tuple(found)
 
 

@@ -36,7 +36,9 @@ def test_shapes_and_their_bytes(text, arrays):
     assert [(shape.dtype, shape.dims, shape.bytes) for shape in parse_shapes(text)] == arrays
 
 
-def test_memory_space_one_is_on_chip():
+def test_memory_space_one_is_on_chip_and_three_on_v4():
+    assert parse_shapes("f32[8]{0:T(256)S(3)}") == (ArrayShape("f32", (8,), True, 248),)
+    assert parse_shapes("f32[8]{0:T(256)S(2)}") == (ArrayShape("f32", (8,), False, 248),)
     assert parse_shapes("f32[8]{0:T(256)S(1)}") == (ArrayShape("f32", (8,), True, 248),)
     assert parse_shapes("f32[8]{0:T(256)}") == (ArrayShape("f32", (8,), False, 248),)
 
