@@ -233,7 +233,7 @@ def _own_contents(plan: Plan, nodes: dict[str, Node]) -> list[str]:
             _node(nodes, module).tensors.append(_tensor(plan.mesh, short, tensor, title or states.get(name, "")))
     for cost in costs:
         _charge(_node(nodes, OPTIMIZER if cost.phase == "optimizer" and not cost.module else cost.module), cost)
-    for group in activation_groups(plan.activations):
+    for group in activation_groups(plan):
         _node(nodes, group.module).values.append(_values(plan.mesh, group.members, group.names))
     return list(nodes)
 

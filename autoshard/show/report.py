@@ -120,7 +120,7 @@ def module_table(plan: Plan) -> list[str]:
         for name, tensor in sorted(tensors.items(), key=lambda item: natural(item[0])):
             module, _, short = name.rpartition(".")
             rows.append(_row(module if title != "inputs" else "inputs", short, tensor))
-    joined = _join(rows) + _optimizer_state(plan) + _join(_activations(plan.activations))
+    joined = _join(rows) + _optimizer_state(plan) + _join(_activations(plan))
     for name, tensor in plan.outputs.items():
         joined.append(_row("outputs", name, tensor))
     cells = [("module", "tensor", "shape", "split", "read as")] + [
@@ -218,7 +218,7 @@ class ValueGroup:
     """Values of one module with equal shardings and copies.
 
     Attributes:
-        module: its path; `(optimizer step)` for values after the last op of any module.
+        module: its path; `(optimizer step)` for values of a step after the last op of any module.
         members: the values, in program order.
     """
 
@@ -235,12 +235,14 @@ class ValueGroup:
         return _values(ops)
 
 
-def activation_groups(activations: Sequence[ActivationPlan]) -> list[ValueGroup]:
+def activation_groups(plan: Plan) -> list[ValueGroup]:
     """Per module, values grouped by sharding; the optimizer's last."""
+    activations = plan.activations
     last = max((each.key.index for each in activations if each.module), default=-1)
+    steps = plan.program.kind == "train" and last >= 0
     groups: dict[tuple[str, str, str], list[ActivationPlan]] = {}
     for each in activations:
-        module = each.module or ("(optimizer step)" if 0 <= last < each.key.index else "")
+        module = each.module or ("(optimizer step)" if steps and last < each.key.index else "")
         groups.setdefault((module, _split(each), _reads(each.copies)), []).append(each)
     ordered = sorted(groups.items(), key=lambda item: (item[0][0].startswith("("), natural(item[0][0])))
     return [ValueGroup(module, tuple(members)) for (module, _, _), members in ordered]
@@ -250,11 +252,11 @@ def _split(value: ActivationPlan) -> str:
     return "not pinned" if value.spec is None else layout(value.spec)
 
 
-def _activations(activations: Sequence[ActivationPlan]) -> list[_Row]:
+def _activations(plan: Plan) -> list[_Row]:
     """A row per group of values, with the ops that make most of them."""
     return [
         _Row(group.module, group.names, "", _split(group.members[0]), _reads(group.members[0].copies))
-        for group in activation_groups(activations)
+        for group in activation_groups(plan)
     ]
 
 

@@ -55,6 +55,9 @@ from autoshard.strategies.space import (
 Matrix = npt.NDArray[np.float64]
 SMALL_SUMS = 0.01
 """Fraction of the memory limit up to which partial sums that are reduce-scattered do not count."""
+FED = 1e-6
+"""What feeding an input to a device costs, in readings of it from device memory: of plans that take equally long, the
+one whose inputs are split as they are read. A loader feeds them beside the step. Ids and labels are small."""
 SUMMED = CONTRACTIONS | {"scatter"}
 """Kinds whose result is a partial sum if the contracted or reduced dim is split."""
 
@@ -368,7 +371,8 @@ class _Builder:
             value = Value(op_id)
             found[value] = Specs(choices, np.arange(len(choices), dtype=np.int32))
             self.made[value] = (len(self.node_costs), found[value])
-            self._node(np.zeros(len(choices)), argument.name)
+            fed = FED * self._bytes(value, choices) / self.device.reachable_bandwidth
+            self._node(fed if value in self.inputs and not even else np.zeros(len(choices)), argument.name)
         return found
 
     def _groups(self) -> list[Strategies]:

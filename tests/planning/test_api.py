@@ -223,3 +223,21 @@ def _device():
     from autoshard.cost.machine.device import load_device
 
     return load_device(MESH.device)
+
+
+def test_what_is_fed_is_split_as_it_is_read():
+    """A decoding step: cached keys are inputs, read by heads, and large."""
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = torch.nn.Linear(1024, 1024, bias=False)
+
+        def forward(self, x, keys, ids):
+            query = self.query(x).view(4, 16, 1, 64)
+            return torch.softmax(query @ keys.transpose(-1, -2), -1) + ids[:, None, None, None]
+
+    inputs = torch.zeros(4, 1024), torch.zeros(4, 16, 4096, 64), torch.zeros(4, dtype=torch.int64)
+    found = autoshard.plan(Step(), inputs, mesh=autoshard.Mesh((16,), ("x",), device="h100:2x8"))
+    assert found.inputs["keys"].spec == ((), ("x",), (), ())
+    assert "(optimizer step)" not in str(found)
