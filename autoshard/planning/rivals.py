@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import islice
 from math import prod
 
-from autoshard.cost.machine.device import load_device
+from autoshard.cost.machine.device import load_device, with_slop
 from autoshard.cost.predict import Prediction, predict
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.annotations import Annotations
@@ -119,19 +119,20 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     count = max((_DOUBTED_OPS if doubted else PREDICTED_OPS) // max(1, len(graph.ops)), 0 if sure else 1)
     if not count:  # making the plans by hand alone takes long for deep models
         return found
-    best, scheduled = found, load_device(found.mesh.device).target != "tpu"
-    wanted = list(_wanted(graph, found.mesh, hints, found.memory))
+    mesh = found.mesh if found.slop is None else with_slop(found.mesh, None)  # rivals may fit with all latency hiding
+    best, scheduled = found, load_device(mesh.device).target != "tpu"
+    wanted = list(_wanted(graph, mesh, hints, found.memory))
     if doubted:
         wanted.sort(key=lambda each: each[0] != _OF_IMAGES)
     for name, unsafe in wanted:
         fewer = best is found and len(unsafe.pins) < len(found.annotations.pins)
         same = fewer and _arguments(graph, unsafe) == _arguments(graph, found.annotations)
-        if (count <= 0 and not same) or (made := _safe(graph, unsafe, found.mesh)) is None:
+        if (count <= 0 and not same) or (made := _safe(graph, unsafe, mesh)) is None:
             continue
         count -= 1
         solver = replace(found.solver, overruled=name)
-        rival = replace(found, annotations=made, prediction=predict(graph, made, found.mesh), solver=solver)
-        rival = rival.written(graph, options).rescheduled()
+        rival = replace(found, mesh=mesh, annotations=made, prediction=predict(graph, made, mesh), solver=solver)
+        rival = replace(rival, slop=None).written(graph, options).rescheduled()
         alike = same and _alike(rival.prediction, found.prediction)
         margin = _TIED if doubted and best is found else -_FASTER
         slower = rival.prediction.step_time_s > best.prediction.step_time_s * (1 + margin)

@@ -14,10 +14,11 @@ from autoshard.cost.machine.device import with_slop
 from autoshard.cost.predict import predict, rescheduled
 from autoshard.manual import PLANS, plan_named
 from autoshard.mesh import Mesh
-from autoshard.planning.candidate import SLOPS
+from autoshard.planning.candidate import SLOPS, Candidate
 from autoshard.planning.one_mesh import candidate_on
 from autoshard.planning.options import PlanningOptions
-from autoshard.planning.rivals import that_fits
+from autoshard.planning.rivals import or_by_hand, that_fits
+from autoshard.plans.value import SolverInfo
 from autoshard.program import Program
 from autoshard.show.report import scheduler_lines
 from autoshard.stablehlo.reader import build_graph
@@ -72,7 +73,7 @@ def test_a_plan_that_does_not_fit_is_scheduled_within_less_memory(program: Progr
         program, with_slop(MESH, LESS), memory=None, time_limit=SECONDS
     ).predicted.peak_memory_bytes
     assert limit < free.predicted.peak_memory_bytes
-    found = autoshard.plan_program(program, MESH, memory=limit, time_limit=SECONDS)
+    found = autoshard.plan_program(program, MESH, memory=limit, time_limit=SECONDS, rivals=False)
     assert found.mesh in [with_slop(MESH, percent) for percent in SLOPS]
     assert found.predicted.peak_memory_bytes <= limit
     assert found.predicted.overlapped_s >= free.predicted.overlapped_s
@@ -95,6 +96,27 @@ def test_what_is_refined_is_compiled_as_its_target_says(program: Program) -> Non
     assert candidate_on(graph, MESH, replace(options, memory=limit), SECONDS).mesh == usual.mesh == MESH
 
 
+def test_a_rival_of_a_plan_without_latency_hiding_keeps_its_own(program: Program) -> None:
+    graph = build_graph(program)
+    fsdp = autoshard.manual_plan("fsdp", program, MESH).predicted
+    hidden = predict(graph, plan_named("dp")(graph, MESH), MESH)
+    # in place of a choice that hides nothing in that memory, and is slower than FSDP with its gathers hidden
+    made = replace(hidden, overlapped_s=0.5 * (fsdp.overlapped_s + fsdp.step_time_s), peak_memory_bytes=0)
+    solver = SolverInfo("optimal", 1e-9, 1e-9, 0.0, "dual")
+    found = Candidate(
+        with_slop(MESH, LESS),
+        plan_named("dp")(graph, MESH),
+        made,
+        memory=fsdp.peak_memory_bytes,
+        solver=solver,
+        slop=LESS,
+    )
+    taken = or_by_hand(found, graph, PlanningOptions(), {})
+    assert taken.mesh == MESH
+    assert taken.slop is None
+    assert taken.time <= fsdp.overlapped_s
+
+
 def test_where_the_solver_finds_none_a_plan_by_hand_may_fit(program: Program) -> None:
     graph = build_graph(program)
     limit = peak(with_slop(MESH, LESS), program)
@@ -112,7 +134,7 @@ def test_it_stands_beside_others_as_it_is_compiled(program: Program) -> None:
     limit = autoshard.plan_program(
         program, with_slop(MESH, LESS), memory=None, time_limit=SECONDS
     ).predicted.peak_memory_bytes
-    options = PlanningOptions(memory=limit, time_limit=SECONDS)
+    options = PlanningOptions(memory=limit, time_limit=SECONDS, rivals=False)
     found = compare_program(program, MESH, plans=["auto", "fsdp"], options=options)
     auto = found["auto"].plan
     assert auto.mesh in [with_slop(MESH, percent) for percent in SLOPS]

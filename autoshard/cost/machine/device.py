@@ -294,10 +294,11 @@ def scheduler_options(name: str) -> dict[str, int | bool]:
     return {} if percent is None else {"xla_gpu_memory_limit_slop_factor": percent}
 
 
-def with_slop(mesh: Mesh, percent: int) -> Mesh:
-    """The mesh with a percentage of memory for the latency hiding scheduler, in place of one that it has."""
+def with_slop(mesh: Mesh, percent: int | None) -> Mesh:
+    """The mesh with a percentage of memory for the latency hiding scheduler, or none, in place of one that it has."""
     kind, topology = split_topology(mesh.device)
-    return replace(mesh, device=f"{split_slop(kind)[0]}{SLOP}{percent}" + ("" if topology is None else f":{topology}"))
+    ending = "" if percent is None else f"{SLOP}{percent}"
+    return replace(mesh, device=split_slop(kind)[0] + ending + ("" if topology is None else f":{topology}"))
 
 
 def builtin_kinds() -> frozenset[str]:
