@@ -308,7 +308,10 @@ def _inputs(model_type: str, task: str, config: Any, batch: int, seq: int | None
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:
         if seq is not None and seq > positions:
-            raise SourceError(f"hf:{model_type} has {positions} positions, fewer than --seq {seq}")
+            raise SourceError(
+                f"hf:{model_type} has {positions} positions, fewer than --seq {seq}; with as many: "
+                f"--set max_position_embeddings={seq}"
+            )
         offset = 2 if model_type in ("roberta", "xlm-roberta", "camembert") else 0  # positions start after padding
         seq = seq or min(DEFAULT_SEQ, positions - offset)
     seq = seq or DEFAULT_SEQ

@@ -66,6 +66,7 @@ def with_source(train: str) -> Callable[[Any], Any]:
         @functools.wraps(function)
         def command(*args: Any, settings: Sequence[str], **rest: Any) -> Any:
             given = {each.name: rest.pop(each.name) for each in fields(SourceOptions) if each.name != "settings"}
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")  # jax lowers kernels; a TPU is for one process, the training
             given["settings"] = pairs("--set", [parse_setting(setting) for setting in settings])
             return function(*args, asked=Asked(rest.pop("source"), SourceOptions(**given)), **rest)
 

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import resource
 import subprocess
@@ -171,6 +172,13 @@ def test_a_bug_is_no_bad_input(run, monkeypatch):
 
 
 # --- show --------------------------------------------------------------------------------------------------------
+
+
+def test_jax_takes_no_accelerator(run, monkeypatch):
+    """It would lock a TPU, and says on standard error what it finds."""
+    monkeypatch.delenv("JAX_PLATFORMS")
+    run("plan", "hf:no_such_model", "--mesh", "8")
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
 
 
 def test_show_prints_the_plan(run, tmp_path):
