@@ -1,7 +1,8 @@
 """Fusion groups: the ops that XLA would run as one kernel, fixed before solving.
 
 The solver decides a group as one: there is no reshard inside it, and only values at its boundary are materialised.
-Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims, a gradient).
+Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims, a gradient, the next
+micro-step: two batches are two dims, which no axis splits both of in one group).
 
 An op joins the group of its first user if no other user could come between the two, which keeps the graph of groups
 acyclic: ids are in program order, and a user whose id is beyond the group's last op cannot lead back to it.
@@ -127,6 +128,8 @@ def fusion_groups(graph: Graph) -> Groups:
             continue
         candidate = root[readers[0]]
         if updates[candidate] and not updates[op.id]:
+            continue
+        if graph.runs(candidate) != graph.runs(op.id) and op.kind != "add":  # sums of partial values are one
             continue
         if _fuses(graph.ops[candidate], graph) and all(
             root[reader] == candidate or reader > candidate for reader in readers
