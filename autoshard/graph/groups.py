@@ -1,8 +1,8 @@
 """Fusion groups: the ops that XLA would run as one kernel, fixed before solving.
 
 The solver decides a group as one: there is no reshard inside it, and only values at its boundary are materialised.
-Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims, a gradient, the next
-micro-step: two batches are two dims, which no axis splits both of in one group).
+Groups end where a strategy may want another sharding (a contraction, a gather, a merge of dims, a gradient), at the
+next micro-step, and before a sum of reductions: what they reduce are dims of their own, of which an axis splits one.
 
 An op joins the group of its first user if no other user could come between the two, which keeps the graph of groups
 acyclic: ids are in program order, and a user whose id is beyond the group's last op cannot lead back to it.
@@ -116,7 +116,7 @@ def free_ops(graph: Graph) -> frozenset[int]:
 @per_graph
 def fusion_groups(graph: Graph) -> Groups:
     """Partition the ops of `graph` that are neither arguments nor free."""
-    free = free_ops(graph)
+    free, sums = free_ops(graph), _sums(graph)
     updates = [_updates(op, graph) for op in graph.ops]
     root: dict[int, int] = {}  # op -> the last op of its group
     for op in reversed(graph.ops):
@@ -129,7 +129,8 @@ def fusion_groups(graph: Graph) -> Groups:
         candidate = root[readers[0]]
         if updates[candidate] and not updates[op.id]:
             continue
-        if graph.runs(candidate) != graph.runs(op.id) and op.kind != "add":  # sums of partial values are one
+        summed = op.id in sums and readers[0] in sums and graph.ops[readers[0]].kind == "add"
+        if op.kind != "add" and (summed or graph.runs(candidate) != graph.runs(op.id)):
             continue
         if _fuses(graph.ops[candidate], graph) and all(
             root[reader] == candidate or reader > candidate for reader in readers
@@ -192,6 +193,16 @@ def unscaled(graph: Graph, value: Value) -> list[Value]:
             break
         found.append(others[0])
     return found
+
+
+def _sums(graph: Graph) -> frozenset[int]:
+    """Reductions, what has their elements, and sums of such."""
+    found: set[int] = set()
+    for op in graph.ops:
+        carries = op.kind in ("reshape", "convert", "transpose", "add")
+        if op.kind == "reduce" or (carries and all(each.op in found for each in op.operands)):
+            found.add(op.id)
+    return frozenset(found)
 
 
 def _updates(op: Op, graph: Graph) -> bool:

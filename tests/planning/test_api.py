@@ -241,3 +241,30 @@ def test_what_is_fed_is_split_as_it_is_read():
     found = autoshard.plan(Step(), inputs, mesh=autoshard.Mesh((16,), ("x",), device="h100:2x8"))
     assert found.inputs["keys"].spec == ((), ("x",), (), ())
     assert "(optimizer step)" not in str(found)
+
+
+@pytest.mark.parametrize("device", ["tpu-v6e:2x4", "h100:8"])
+def test_a_norm_that_layers_share_leaves_the_batch_split(device: str) -> None:
+    """Its gradient is a sum over its uses; one group of all could split the batch of one use alone."""
+    norm = torch.nn.RMSNorm(1024, device="meta")
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm
+            self.linears = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for linear in self.linears:
+                x = x + linear(self.norm(x))
+            return x.square().mean()
+
+    with torch.device("meta"):
+        model = Layers()
+        x = torch.empty(8, 4096, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autoshard.capture(model, x, loss_fn=lambda y: y, optimizer=optimizer)
+    mesh = Mesh((8,), device=device)
+    found = autoshard.plan_program(step, mesh, rivals=False)
+    by_hand = autoshard.manual_plan("dp", step, mesh)
+    assert found.predicted.overlapped_s <= by_hand.predicted.overlapped_s
