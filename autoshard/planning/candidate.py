@@ -20,7 +20,7 @@ from autoshard.strategies.carry import Carried
 
 OPTIMUM = "optimum"
 """Name of the candidate that the solver chose."""
-SLOPS = (0, 10, 30, 60, 80)
+SLOPS: tuple[int, ...] = (0, 10, 30, 60, 80)
 """Percentages of memory for XLA's latency hiding scheduler that are tried where its default takes too much."""
 
 
@@ -86,13 +86,11 @@ class Candidate:
     def rescheduled(self) -> Candidate:
         """The candidate with the most memory for XLA's latency hiding scheduler with which it fits; else with none.
 
-        A candidate that fits, one for no GPU, and one whose percentage was asked for stay as they are.
+        A candidate that fits, one for no GPU, and a kind with its percentage in its name stay as they are.
         """
-        asked_for = self.slop is None and slop_of(self.mesh.device) is not None
-        percents = [each for each in SLOPS if self.slop is None or each < self.slop]
-        if self.fits or asked_for or not percents or load_device(self.mesh.device).target != "gpu":
+        if self.fits or load_device(self.mesh.device).target != "gpu" or slop_of(self.mesh.device) is not None:
             return self
-        found, percents = self.with_slop(percents[0]), percents[1:]
+        found, percents = self.with_slop(SLOPS[0]), SLOPS[1:]
         while found.fits and percents:
             middle = len(percents) // 2
             other = self.with_slop(percents[middle])

@@ -1,8 +1,7 @@
 """`plan(..., confirm=…)`: whether a plan fits its memory limit is for the target's compiler to say.
 
 The chosen plan is compiled. Where it takes more than the limit, the road is travelled again with a lower limit for the
-prediction: lower by how much more was compiled than predicted. A plan for GPUs that is predicted to fit with little
-latency hiding is compiled with more, too.
+prediction: lower by how much more was compiled than predicted.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from autoshard.verify.targets import Target, TargetError
 
 NEAR = 0.8
 """Part of the memory limit above which `auto` confirms a predicted peak: most predictions are within 15 %."""
-SLOWER = 1.005
-"""Part of its time that a step may take where a plan of less memory is not solved for."""
 COMPILES = 3
 """Most plans that are compiled."""
 SECONDS = 300.0
@@ -118,16 +115,10 @@ class _Confirming:
     def smaller(self, found: Chosen, share: float) -> Chosen:
         """A choice of which that share is predicted, or less; where there is none, the one of least memory.
 
-        The same one with less latency hiding, where that is hardly slower, needs no solver.
-
         Raises:
             NoPlanError: nothing that is smaller by 1 % is predicted.
         """
         asked = TIGHTER * share * found.predicted_bytes
-        if not self.options.refine:
-            same = replace(found.candidate, memory=int(asked)).rescheduled()
-            if same.fits and same.time <= SLOWER * found.candidate.time:
-                return replace(found, candidate=same)
         for _ in range(2):
             try:
                 return self.solve(replace(self.options, memory=asked))

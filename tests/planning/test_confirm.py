@@ -1,6 +1,5 @@
 """`plan(..., confirm=…)`, with compilers played: which plans they are asked about, and what comes of their answers."""
 
-from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -36,7 +35,7 @@ class Road:
         self.asked.append(limit := options.memory_on(MESH))
         if limit is not None and limit < self.least:
             raise NoPlanError(f"the least is {self.least}", self.least)
-        prediction = SimpleNamespace(peak_memory_bytes=1000 if limit is None else limit, specs={}, overlapped_s=1.0)
+        prediction = SimpleNamespace(peak_memory_bytes=1000 if limit is None else limit, specs={})
         return Chosen(Candidate(MESH, None, prediction, memory=limit, graph=GRAPH))
 
 
@@ -86,20 +85,6 @@ def test_a_plan_that_does_not_fit_is_planned_again_within_less(compiler):
     assert road.asked == [100, 79]
     assert (found.predicted_bytes, said.verdict, said.compiled_bytes, said.compiles) == (79, "fits", 98, 2)
     assert found.candidate.memory == 100, "the limit in the plan is the one that was asked for"
-
-
-@pytest.mark.parametrize(("seconds", "limits"), [(1.004, [100]), (1.1, [100, 94])])
-def test_a_little_too_much_is_compiled_with_less_latency_hiding(compiler, monkeypatch, seconds, limits):
-    def rescheduled(self):
-        return replace(self, prediction=SimpleNamespace(peak_memory_bytes=90, specs={}, overlapped_s=seconds))
-
-    monkeypatch.setattr(Candidate, "rescheduled", rescheduled)
-    compiler.answer = lambda predicted: predicted + 5
-    found, said = ask(road := Road())
-    assert road.asked == limits
-    assert found.predicted_bytes == (90 if len(limits) == 1 else limits[-1])
-    assert found.candidate.memory == 100
-    assert (said.verdict, said.compiled_bytes, said.compiles) == ("fits", found.predicted_bytes + 5, 2)
 
 
 def test_three_plans_are_compiled_at_most(compiler):
