@@ -19,7 +19,7 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.manual import PLANS
 from autoshard.manual.rank import ranked
-from autoshard.mesh import Mesh, Spec, replicated, spec_axes
+from autoshard.mesh import Mesh, Spec, replicated
 from autoshard.planning.candidate import Candidate, collective_totals
 from autoshard.planning.hints import value_named
 from autoshard.planning.options import PlanningOptions
@@ -70,13 +70,11 @@ def _wanted(
             yield name, made
 
 
-def _held_bytes(graph: Graph, made: Annotations, mesh: Mesh) -> float:
+def _held_bytes(graph: Graph, made: Annotations, mesh: Mesh) -> int:
     """Bytes of the arguments per device."""
-    found = 0.0
-    for op, spec in zip(graph.arguments, _arguments(graph, made), strict=True):
-        kind = graph.type_of(Value(op))
-        found += prod(kind.shape) * dtype_bytes(kind.dtype) / mesh.ways(mesh.in_order(spec_axes(spec)))
-    return found
+    kinds = (graph.type_of(Value(op)) for op in graph.arguments)
+    held = zip(kinds, _arguments(graph, made), strict=True)
+    return sum(prod(mesh.shard_shape(kind.shape, spec)) * dtype_bytes(kind.dtype) for kind, spec in held)
 
 
 def _safe(graph: Graph, made: Annotations, mesh: Mesh) -> Annotations | None:

@@ -239,10 +239,10 @@ def activation_groups(plan: Plan) -> list[ValueGroup]:
     """Per module, values grouped by sharding; the optimizer's last."""
     activations = plan.activations
     last = max((each.key.index for each in activations if each.module), default=-1)
-    steps = plan.program.kind == "train" and last >= 0
+    trains = plan.program.kind == "train" and last >= 0
     groups: dict[tuple[str, str, str], list[ActivationPlan]] = {}
     for each in activations:
-        module = each.module or ("(optimizer step)" if steps and last < each.key.index else "")
+        module = each.module or ("(optimizer step)" if trains and last < each.key.index else "")
         groups.setdefault((module, _split(each), _reads(each.copies)), []).append(each)
     ordered = sorted(groups.items(), key=lambda item: (item[0][0].startswith("("), natural(item[0][0])))
     return [ValueGroup(module, tuple(members)) for (module, _, _), members in ordered]

@@ -56,8 +56,8 @@ Matrix = npt.NDArray[np.float64]
 SMALL_SUMS = 0.01
 """Fraction of the memory limit up to which partial sums that are reduce-scattered do not count."""
 FED = 1e-6
-"""What feeding an input to a device costs, in readings of it from device memory: of plans that take equally long, the
-one whose inputs are split as they are read. A loader feeds them beside the step. Ids and labels are small."""
+"""Cost of a floating-point input's shard, in readings of it from device memory. It decides ties alone: a loader feeds
+inputs beside the step. Integers (ids, labels) cost nothing: a sum over split labels takes an all-reduce."""
 SUMMED = CONTRACTIONS | {"scatter"}
 """Kinds whose result is a partial sum if the contracted or reduced dim is split."""
 
