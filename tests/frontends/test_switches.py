@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def random(*shape: int) -> torch.Tensor:
 
 x, w, b = random(B, S, D), random(3 * D, D), random(3 * D)
 q, k, v, kv = random(B, H, S, D), random(B, H, S, D), random(B, H, S, D), random(B, 1, S, D)
+HEADS = tuple(each * 0.3 for each in (x, w, b, random(D, D)))
 image, scale, shift = random(3, D, 5, 5), random(D), random(D)
 logits, table = random(B, S, V), random(V, D)
 
@@ -50,6 +52,33 @@ def with_running_statistics(i: torch.Tensor) -> torch.Tensor:
 
 
 Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
+
+PADDED = torch.tensor([[False] * S, [False] * (S - 2) + [True] * 2])
+
+
+def multihead(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    keys: int = S,
+    apart: bool = False,
+    **named: Any,
+) -> torch.Tensor:
+    """`F.multi_head_attention_forward` of x, `(batch, positions, features)`, with masks moved to its device."""
+    named = {name: each.to(x.device) if isinstance(each, torch.Tensor) else each for name, each in named.items()}
+    query, key = x.transpose(0, 1), x.transpose(0, 1)
+    key = key if keys == S else key[:keys] * 2
+    value = key + 1 if apart else key
+    if apart:
+        each = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), w.chunk(3), strict=True))
+        named |= {"use_separate_proj_weight": True, **each}
+    attended, weights = F.multi_head_attention_forward(
+        query if keys == S and not apart else query.clone(), key, value, D, H, None if apart else w, b, None, None,
+        False, 0.0, out, None, **named,
+    )  # fmt: skip
+    return attended if weights is None else torch.cat([attended.flatten(), weights.flatten()])
 
 
 def set_number(x: torch.Tensor) -> torch.Tensor:
@@ -83,6 +112,19 @@ CASES: dict[str, Case] = {
     ),
     "grouped attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True), (q, k, v),
+    ),
+    "heads": (partial(multihead, need_weights=False), HEADS),
+    "heads and their weights": (multihead, HEADS),
+    "heads of other keys": (partial(multihead, keys=4, apart=True, average_attn_weights=False), HEADS),
+    "causal heads": (partial(multihead, need_weights=False, attn_mask=~CAUSAL, is_causal=True), HEADS),
+    "causal heads, padded": (
+        partial(multihead, need_weights=False, attn_mask=~CAUSAL, is_causal=True, key_padding_mask=PADDED), HEADS,
+    ),
+    "padded heads of fewer keys": (
+        partial(multihead, keys=4, key_padding_mask=PADDED[:, 2:], attn_mask=torch.ones(S, 4)), HEADS,
+    ),
+    "heads with a mask for each": (
+        partial(multihead, need_weights=False, attn_mask=torch.linspace(-1, 1, B * H * S * S).view(B * H, S, S)), HEADS,
     ),
     "layer norm": (lambda x, s, t: F.layer_norm(x, (D,), s, t), (x, scale, shift)),
     "layer norm over two dims": (lambda x: F.layer_norm(x, (S, D), eps=1e-3), (x,)),

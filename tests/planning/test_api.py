@@ -268,3 +268,23 @@ def test_a_norm_that_layers_share_leaves_the_batch_split(device: str) -> None:
     found = autoshard.plan_program(step, mesh, rivals=False)
     by_hand = autoshard.manual_plan("dp", step, mesh)
     assert found.predicted.overlapped_s <= by_hand.predicted.overlapped_s
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_of_torch_leaves_the_batch_split(weights: bool) -> None:
+    """torch merges positions before the batch for the last product, and behind that merge no batch is split."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(256, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.attention(x, x, x, need_weights=weights)[0]).square().mean()
+
+    with torch.device("meta"):
+        model, x = Layer(), torch.empty(8, 512, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autoshard.capture(model, x, loss_fn=lambda y: y, optimizer=optimizer)
+    by_hand = autoshard.manual_plan("dp", step, Mesh((8,), device="tpu-v5e:2x4"))
+    assert {each.kind for each in by_hand.predicted.collectives} == {"all-reduce"}

@@ -14,6 +14,7 @@ Handler = Callable[..., Any]
 SWITCHES: tuple[str, ...] = (
     "linear",
     "matmul",
+    "multihead",
     "norm",
     "cross_entropy",
     "embedding",

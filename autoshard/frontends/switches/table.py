@@ -7,6 +7,7 @@ calls with tensors on an XLA device, and never edits the model.
 |---|---|---|
 | `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention`, torch_xla's `flash_attention` and `splash_attention` | torch merges batch and heads for `bmm`; torch_xla's kernels cannot be traced without a TPU |
+| `multihead` | `F.multi_head_attention_forward` (`nn.MultiheadAttention`), with batch and heads as dims of their own | torch merges positions before the batch for the last product: a split batch is gathered there |
 | `attention:KIND` | `F.scaled_dot_product_attention`, kept as one op (`attention/form.py`) where that kind of device, or platform (`tpu`, `gpu`), has a fused kernel for it; on where a program is captured for a TPU or GPU | written out it stores a score for each query and key |
 | `experts` | transformers' mixtures of experts, kept as one op (`experts/form.py`) where they have its form; on where a program is captured for a TPU or GPU | written out, `batched_mm` gathers each token's weights; its other implementations loop over what they find |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
@@ -41,7 +42,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from autoshard.frontends.switches import attention, images, losses, pools  # noqa: F401  (they register their handlers)
+from autoshard.frontends.switches import attention, images, losses, multihead, pools  # noqa: F401  (they register their handlers)
 from autoshard.frontends.switches.autocast import autocast_on
 from autoshard.frontends.switches.checkpoints import recomputed
 from autoshard.frontends.switches.dots import conv1d
@@ -125,14 +126,24 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
             with self:
                 return _backward(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with self, body_of_functional():
-                return func(*args, **kwargs)
+            return self._multi_head_attention(*args, **kwargs)
         handler = self.handlers.get(func)
         if handler is not None and any(on_xla(a) for a in (*args, *kwargs.values())):
             result = handler(*args, **kwargs)
             if result is not UNTOUCHED:
                 return result
         return func(*args, **kwargs)
+
+    def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """Products and attention inside are dispatched to handlers, in torch's own code too."""
+        func = F.multi_head_attention_forward
+        with self:
+            if func in self.handlers and on_xla(args[0] if args else kwargs["query"]):
+                result = self.handlers[func](*args, **kwargs)
+                if result is not UNTOUCHED:
+                    return result
+            with body_of_functional():
+                return func(*args, **kwargs)
 
 
 def _backward(
