@@ -19,9 +19,10 @@ from autoshard.cost.compiler.timing import collective_seconds
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import MATRIX_WORK
 from autoshard.cost.machine.device import Device
+from autoshard.cost.partitioner.reshard.price import gathers_all_as_sums
 from autoshard.graph.groups import Groups
 from autoshard.graph.ops import Graph
-from autoshard.mesh import Mesh
+from autoshard.mesh import Mesh, Spec, spec_axes
 
 _COMMUNICATING = 20
 """Multiprocessors of a GPU that communicate (DeepSeek-V3 technical report, arXiv:2412.19437: 20 of an H800's 132)."""
@@ -40,6 +41,14 @@ def overlaps(device: Device) -> bool:
 def hides_sums(device: Device) -> bool:
     """Whether it issues sums asynchronously too: libtpu, by default, does not."""
     return device.target == "gpu"
+
+
+def hides(source: Spec, target: Spec, mesh: Mesh, device: Device) -> bool:
+    """Whether a reshard of a weight can run beside kernels: on a TPU a gather, unless it is compiled as a sum."""
+    if hides_sums(device):
+        return True
+    gathered = spec_axes(source) - spec_axes(target)
+    return bool(gathered) and not gathers_all_as_sums(mesh.in_order(gathered), mesh, device.target)
 
 
 def overlapped(

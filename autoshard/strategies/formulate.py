@@ -19,7 +19,7 @@ import numpy.typing as npt
 from autoshard.cost.compiler.experts import between_elements
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
-from autoshard.cost.overlap import hides_sums, made_of_parameters
+from autoshard.cost.overlap import hides, hides_sums, made_of_parameters
 from autoshard.cost.partitioner.ops.scatter import SUM_MOVES
 from autoshard.cost.partitioner.partition import Partitioner
 from autoshard.cost.partitioner.passes.simplify import simplified
@@ -91,8 +91,8 @@ class Formulation:
     """How many times as long as `cost/` says kernels and collectives take in this problem."""
     detour: Callable[[Value, Spec, Spec], tuple[Spec, ...]] = field(default=lambda *_: (), repr=False)
     """The hops (intermediate specs) of a copy of a value from one spec to another."""
-    gathers: frozenset[int] = field(default=frozenset(), repr=False)
-    """Edges that gather what is made of parameters alone, which can run beside kernels."""
+    gathers: Mapping[int, Matrix] = field(default_factory=dict, repr=False)
+    """Edges that reshard what is made of parameters alone -> per pair 1 where that can run beside kernels, else 0."""
     sums: Mapping[int, Matrix] = field(default_factory=dict, repr=False)
     """Node -> seconds of its sums of gradients under each strategy, where these can too."""
 
@@ -103,20 +103,21 @@ class Formulation:
         costs, edge_costs = list(self.problem.node_costs), list(self.problem.edge_costs)
         for node, seconds in self.sums.items():
             costs[node] = costs[node] - share * seconds
-        scaled: dict[int, Matrix] = {}  # equal matrices stay one object
-        for edge in self.gathers:
+        scaled: dict[tuple[int, int], Matrix] = {}  # equal matrices stay one object
+        for edge, hidden in self.gathers.items():
             matrix = edge_costs[edge]
-            if id(matrix) not in scaled:
-                scaled[id(matrix)] = (1.0 - share) * matrix
-            edge_costs[edge] = scaled[id(matrix)]
+            key = id(matrix), id(hidden)
+            if key not in scaled:
+                scaled[key] = (1.0 - share * hidden) * matrix
+            edge_costs[edge] = scaled[key]
         return replace(self, problem=replace(self.problem, node_costs=costs, edge_costs=edge_costs))
 
     def hideable(self, choice: Sequence[int]) -> float:
         """Of the objective of a choice in sequence, the seconds of those collectives."""
         found = sum(float(own[choice[node]]) for node, own in self.sums.items())
-        for edge in self.gathers:
-            tail, head = self.problem.edges[edge]
-            found += float(self.problem.edge_costs[edge][choice[tail], choice[head]])
+        for edge, hidden in self.gathers.items():
+            pair = tuple(choice[node] for node in self.problem.edges[edge])
+            found += float(hidden[pair] * self.problem.edge_costs[edge][pair])
         return found
 
     def shardings_of(self, value: Value) -> tuple[int, list[Spec]]:
@@ -307,7 +308,7 @@ class _Builder:
         self.partitioner = Partitioner(graph, Shardings(Subaxes(mesh), {}, (), (), {}, {}), device.target)
         self._find_sums()
         self.weights = made_of_parameters(graph)
-        self.gathered: set[int] = set()  # edges that reshard them
+        self.gathered: dict[int, Matrix] = {}  # edges that reshard them -> where that can run beside kernels
         self.gradients: dict[int, Matrix] = {}  # node -> seconds of its sums of gradients
         self.contractions: set[int] = set()  # nodes of groups that contract
         self.first_group = 0  # node of the first group
@@ -344,7 +345,7 @@ class _Builder:
             tuple(copies),
             tuple(self.kernels),
             detour=self._detour,
-            gathers=frozenset(self.gathered),
+            gathers=self.gathered,
             sums=self.gradients,
         )
 
@@ -514,7 +515,7 @@ class _Builder:
             else:
                 for reader, wanted in uses:
                     edge = self._edge(node, reader, self._reshard(value, specs, reader, wanted), self._runs(reader))
-                    self._gathers(value, edge)
+                    self._gathers(value, edge, specs, wanted)
         return copies
 
     def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
@@ -544,7 +545,7 @@ class _Builder:
                         into[row, kept + column] = np.inf
             self._matrices[key] = into
         edge = self._edge(node, copy, self._expand(key, self._matrices[key], specs, held), self._runs(uses[0][0]))
-        self._gathers(value, edge)
+        self._gathers(value, edge, specs, held)
         for reader, wanted in uses:
             item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
             first, barrier = self._needs_nothing(value), self.groups.groups[reader - self.first_group].operand_number
@@ -558,7 +559,7 @@ class _Builder:
                             out[row, column] = 0.0 if _is_slice(spec, other) else np.inf
                 self._matrices[out_key] = out
             costs = self._expand(out_key, self._matrices[out_key], held, wanted)
-            self._gathers(value, self._edge(copy, reader, costs, self._runs(reader)))
+            self._gathers(value, self._edge(copy, reader, costs, self._runs(reader)), held, wanted)
         return Copy(value, held, same)
 
     def _shared_reads(self, ways: Sequence[Strategies]) -> None:
@@ -599,10 +600,15 @@ class _Builder:
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
-    def _gathers(self, value: Value, edge: int) -> None:
+    def _gathers(self, value: Value, edge: int, rows: Specs, columns: Specs) -> None:
         """Note an edge that reshards what is made of parameters alone."""
         if value.op in self.weights:
-            self.gathered.add(edge)
+            key = ("hides", rows.choices, columns.choices)
+            if key not in self._matrices:
+                ends = [[(plain(row), plain(column)) for column in columns.choices] for row in rows.choices]
+                hidden = [[hides(*pair, self.mesh, self.device) for pair in pairs] for pairs in ends]
+                self._matrices[key] = np.array(hidden, dtype=float)
+            self.gathered[edge] = self._expand(key, self._matrices[key], rows, columns)
 
     def _follows(self, value: Value) -> bool:
         """Whether propagation gives a value its user's sharding: a convolution's that no annotation can pin.

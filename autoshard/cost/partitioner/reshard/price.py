@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +27,8 @@ from autoshard.cost.machine.targets import Target
 from autoshard.cost.partitioner.reshard.device_tiles import tiles_of
 from autoshard.cost.partitioner.reshard.step_tables import CRASH, NEVER, Step, step_table
 from autoshard.cost.partitioner.reshard.steps import CrashError, axis_group, reshard_tiles
-from autoshard.mesh import MAX_AXES, Mesh, Spec, orders
+from autoshard.cost.partitioner.targets import COLLECTIVE_RULES
+from autoshard.mesh import MAX_AXES, AxisGroup, Mesh, Spec, orders
 
 Array = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -233,14 +235,22 @@ def _cost(steps: Iterable[Step], mesh: Mesh, device: Device, total: float | None
     for step in steps:
         if step.kind == CRASH:
             return math.inf, 0.0
-        share = float(step.share)
+        share, kind = float(step.share), step.kind
+        if kind == "all-gather" and gathers_all_as_sums(step.axes, mesh, device.target):
+            kind = "all-reduce"
         if total is None:
-            a, b = coefficients(step.kind, step.axes, mesh, device)
+            a, b = coefficients(kind, step.axes, mesh, device)
         else:
-            a, b = seconds(step.kind, step.axes, share * total, mesh, device), 0.0
+            a, b = seconds(kind, step.axes, share * total, mesh, device), 0.0
         alpha += a
         beta += b * share
     return alpha, beta
+
+
+@lru_cache(maxsize=1024)
+def gathers_all_as_sums(axes: AxisGroup, mesh: Mesh, target: Target) -> bool:
+    """Whether a target's compiler makes a sum of zero-padded shards of a gather over `axes`, however large."""
+    return COLLECTIVE_RULES[target].gathers_as_sum((2, 2), 2, sys.maxsize, axes, mesh)
 
 
 @lru_cache(maxsize=1 << 16)

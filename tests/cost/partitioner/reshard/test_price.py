@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autoshard.cost.machine.collectives import seconds
 from autoshard.cost.machine.device import Target, load_device
+from autoshard.cost.overlap import hides
 from autoshard.cost.partitioner.reshard.hops import hops_between, path_matrix, reshard_path
 from autoshard.cost.partitioner.reshard.price import fit_of, near_on, reshard, reshard_matrix, reshard_steps, specs_over
 from autoshard.mesh import AxisPart, Mesh, Spec, as_spec
@@ -268,3 +269,20 @@ def test_a_reshard_on_which_xla_crashes_takes_for_ever_and_a_way_around_it_is_fo
     assert hops
     for one, two in zip((source, *hops), (*hops, target), strict=True):
         assert math.isfinite(reshard_matrix((16,) * 4, 4, [one], [two], mesh, device)[0][0, 0])
+
+
+def test_a_gather_over_a_whole_torus_of_three_dims_is_priced_as_the_sum_that_it_becomes() -> None:
+    mesh = Mesh((16, 4), ("x", "y"), device="tpu-v5p:4x4x4")
+    device, shape = load_device(mesh.device), (8192, 8192)
+    total, whole = 2 * math.prod(shape), as_spec([None, None])
+    both, one = as_spec([("x", "y"), None]), as_spec(["x", None])
+    found, _ = reshard_matrix(shape, 2, [both, one], [whole], mesh, device)
+    axes = ("x", "y")
+    assert found[:, 0] == pytest.approx(
+        [seconds("all-reduce", axes, total, mesh, device), seconds("all-gather", axes[:1], total, mesh, device)]
+    )
+    assert not hides(both, whole, mesh, device)
+    assert hides(one, whole, mesh, device)
+    assert not hides(one, as_spec([None, "x"]), mesh, device)  # an all-to-all
+    flat = Mesh((16, 4), ("x", "y"), device="tpu-v5e:8x8")
+    assert hides(both, whole, flat, load_device(flat.device))
