@@ -33,6 +33,7 @@ from autoshard.show.plots import plot_comparison
 from autoshard.show.report import bytes_by_kind, duration, mesh_text, scheduler_lines, size
 from autoshard.stablehlo.annotate import annotate
 from autoshard.stablehlo.reader import build_graph
+from autoshard.strategies.guard import UncompilableError
 from autoshard.text import columns
 from autoshard.verify.check import compare_compiled
 from autoshard.verify.compile import CompileError
@@ -314,7 +315,7 @@ def compare_program(
             else:
                 options.progress("plans by hand")
                 made[name] = Plan.of(written_plan(graph, mesh, plan_named(name)(graph, mesh)))
-        except (ManualPlanError, NoPlanError) as error:
+        except (ManualPlanError, NoPlanError, UncompilableError) as error:
             if plans is None and isinstance(error, ManualPlanError) and name in PLANS:
                 continue  # nobody asked for it
             left_out[name] = str(error)

@@ -19,12 +19,13 @@ from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
 from autoshard.manual import PLANS
 from autoshard.manual.rank import ranked
-from autoshard.mesh import Mesh, Spec, replicated
+from autoshard.mesh import Mesh, Spec, replicated, spec_axes
 from autoshard.planning.candidate import Candidate, collective_totals
 from autoshard.planning.hints import value_named
 from autoshard.planning.options import PlanningOptions
 from autoshard.plans.figures import BY_HAND
 from autoshard.plans.value import SolverInfo
+from autoshard.strategies.formulate import annotatable
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
 PREDICTED_OPS = 10_000
@@ -104,9 +105,9 @@ def that_fits(
 def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: Mapping[str, Spec]) -> Candidate:
     """The solver's choice, or the plan by hand that is predicted faster within the same memory limit and hints.
 
-    On a TPU it is to be no slower in sequence either: no schedule says which of its permutes hide. A plan by hand that
-    is equal to the choice, with an equal prediction, is taken too: it pins fewer values, and compilers then combine
-    more.
+    On a TPU it is to be no slower in sequence either: no schedule says which of its permutes hide. All values of a
+    faster one are annotated. A plan by hand that is equal to the choice, with an equal prediction, is taken as it is:
+    it pins fewer values, and compilers then combine more.
     """
     assert found.solver is not None
     proved = found.solver.gap is not None and found.solver.gap <= _SURE
@@ -118,7 +119,7 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     if not count:  # making the plans by hand alone takes long for deep models
         return found
     mesh = found.mesh if found.slop is None else with_slop(found.mesh, None)  # rivals may fit with all latency hiding
-    best, scheduled = found, load_device(mesh.device).target != "tpu"
+    best = found
     wanted = list(_wanted(graph, mesh, hints, found.memory))
     if doubted:
         wanted.sort(key=lambda each: each[0] != _OF_IMAGES)
@@ -130,14 +131,31 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
         count -= 1
         solver = replace(found.solver, overruled=name)
         rival = replace(found, mesh=mesh, annotations=made, prediction=predict(graph, made, mesh), solver=solver)
-        rival = replace(rival, slop=None).written(graph, options).rescheduled()
-        alike = same and _alike(rival.prediction, found.prediction)
+        rival = replace(rival, slop=None).written(graph, options)
         margin = _TIED if doubted and best is found else -_FASTER
-        slower = rival.prediction.step_time_s > best.prediction.step_time_s * (1 + margin)
-        faster = rival.time < best.time * (1 + margin) and (scheduled or not slower)
-        if rival.fits and (alike or faster):
-            best = rival
+        if same and _alike(rival.prediction, found.prediction) and rival.rescheduled().fits:
+            best = rival.rescheduled()
+        elif _faster(rival.rescheduled(), best, margin):
+            pinned = _pinned(rival, graph, options).rescheduled()
+            best = pinned if _faster(pinned, best, margin) else best
     return best
+
+
+def _faster(rival: Candidate, best: Candidate, margin: float) -> bool:
+    """Whether a plan by hand fits and is faster, or slower by less than this fraction of the step."""
+    scheduled = load_device(best.mesh.device).target != "tpu"
+    slower = rival.prediction.step_time_s > best.prediction.step_time_s * (1 + margin)
+    return rival.fits and rival.time < best.time * (1 + margin) and (scheduled or not slower)
+
+
+def _pinned(rival: Candidate, graph: Graph, options: PlanningOptions) -> Candidate:
+    """With all values annotated as propagation is predicted to shard them: then no compiler propagates otherwise."""
+    if options.annotations != "all":
+        return rival
+    specs, axes = rival.prediction.specs, set(rival.mesh.axis_names)
+    pins = {value: specs[value] for value in annotatable(graph) if value in specs and spec_axes(specs[value]) <= axes}
+    made = replace(rival.annotations, pins=pins | dict(rival.annotations.pins))
+    return replace(rival, annotations=made, prediction=predict(graph, made, rival.mesh))
 
 
 def _arguments(graph: Graph, annotations: Annotations) -> list[Spec]:

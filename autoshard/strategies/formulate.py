@@ -192,11 +192,11 @@ class Formulation:
         pins: dict[Value, Spec] = {}
         for node, value in enumerate(self.argument_values):
             pins[value] = plain(self.argument_specs[node][choice[node]])
-        annotatable = _annotatable(graph)
+        made_by_aten = annotatable(graph)
         for group, ways in zip(self.groups.groups, self.strategies, strict=True):
             chosen = choice[first_group + group.id]
             made = op_specs(ways, group, graph, chosen)
-            pins.update((value, spec) for value, spec in made.items() if value in annotatable)
+            pins.update((value, spec) for value, spec in made.items() if value in made_by_aten)
         wants: dict[tuple[Value, int], list[Spec]] = {}
         for group, ways in zip(self.groups.groups, self.strategies, strict=True):
             chosen = choice[first_group + group.id]
@@ -294,7 +294,7 @@ class _Builder:
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)
         self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
         self.groups = fusion_groups(graph)
-        self.annotatable = _annotatable(graph)
+        self.annotatable = annotatable(graph)
         self.node_costs: list[Matrix] = []
         self.edges: list[tuple[int, int]] = []
         self.edge_costs: list[Matrix] = []
@@ -850,7 +850,8 @@ class _Builder:
         self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))
 
 
-def _annotatable(graph: Graph) -> frozenset[Value]:
+def annotatable(graph: Graph) -> frozenset[Value]:
+    """Results of aten ops that an annotation may shard: floating-point values."""
     return frozenset(
         value
         for value in graph.aten_outputs.values()

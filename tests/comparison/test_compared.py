@@ -9,7 +9,9 @@ import autoshard
 from autoshard.comparison.compared import Comparison, Row
 from autoshard.manual import PLANS
 from autoshard.mesh import Mesh
+from autoshard.planning import written
 from autoshard.plans.value import CollectiveTotal, MeshTried, PlanMismatchError, Predicted
+from autoshard.strategies.guard import UncompilableError
 from tests.plans import made
 
 torch = pytest.importorskip("torch")
@@ -107,6 +109,16 @@ def test_what_nobody_plans_by_hand_is_left_out_with_the_reason():
     found = autoshard.compare(torch.nn.ReLU(), torch.zeros(8, 8), mesh="2", plans=["dp", "megatron"])
     assert [row.name for row in found.rows] == ["dp"]
     assert "pairs of linear layers" in found.left_out["megatron"]
+
+
+def test_a_plan_by_hand_that_would_not_compile_is_left_out_with_the_reason(monkeypatch):
+    def aborts(*_: object) -> None:
+        raise UncompilableError("the compiler would abort on scatter op 7")
+
+    monkeypatch.setattr(written, "check_compiles", aborts)
+    found = autoshard.compare(torch.nn.ReLU(), torch.zeros(8, 8), mesh="2", plans=["auto", "dp"])
+    assert [row.name for row in found.rows] == ["auto"]
+    assert found.left_out == {"dp": "the compiler would abort on scatter op 7"}
 
 
 def test_an_unknown_plan_is_refused_before_anything_is_captured():
