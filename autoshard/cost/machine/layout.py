@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import permutations, product
 
 from autoshard.cost.machine.device import Device, DeviceError, Link, default_placement, fits, island_size, load_device
-from autoshard.mesh import Mesh
+from autoshard.mesh import AxisGroup, Mesh
 
 Part = tuple[str, int]
 """(axis, devices of it)."""
@@ -135,22 +135,27 @@ def sums_whole(axes: tuple[str, ...], mesh: Mesh) -> bool:
     """Whether a TPU's compiler keeps an all-reduce over `axes` and a dynamic-slice of it apart.
 
     Else they become a reduce-scatter. From compiling (libtpu 0.0.51): apart for groups over several slices with several
-    devices in each, and over all devices of one slice that is a torus of three dims (the two devices of a v4 chip are
-    one), or a square of at least 4x4 (which has an all-reduce along all dims at once). Never over a part of a slice, a
-    2x4 or a 4x8.
+    devices in each, and over all devices of a slice, one or each of several, that is a torus of three dims (the two
+    devices of a v4 chip are one), or a square of at least 4x4 (which has an all-reduce along all dims at once). Never
+    over a part of a slice, a 2x4 or a 4x8.
     """
+    dims = layout(mesh, load_device(mesh.device))
+    over = [dim for dim in dims if any(axis in axes and size > 1 for axis, size in dim.parts)]
+    if any(dim.link.topology == "torus" for dim in over) and len({dim.link.name for dim in over}) > 1:
+        return True
+    shape = whole_torus(axes, mesh)
+    return len(shape) > 2 or (len(shape) == 2 and shape[0] == shape[1] >= 4)
+
+
+def whole_torus(axes: AxisGroup, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of a slice of TPUs of which a group over `axes` holds all devices and no others; else empty."""
     device = load_device(mesh.device)
     inner = device.links[0]
-    if inner.topology != "torus":
-        return False
     dims = [dim for dim in layout(mesh, device) if dim.size > 1]
-    over = [dim for dim in dims if any(axis in axes and size > 1 for axis, size in dim.parts)]
-    if len({dim.link.name for dim in over}) > 1:
-        return True
-    if any(dim.link != inner for dim in dims) or mesh.ways(set(axes) & set(mesh.axis_names)) < mesh.size:
-        return False
-    shape = [dim.size for dim in dims]
-    return len(shape) > 2 or (len(shape) == 2 and shape[0] == shape[1] >= 4)
+    shape = tuple(dim.size for dim in dims if dim.link == inner)
+    outside = any(axis in axes and size > 1 for dim in dims if dim.link != inner for axis, size in dim.parts)
+    whole = mesh.ways(set(axes) & set(mesh.axis_names)) == math.prod(shape)
+    return shape if inner.topology == "torus" and whole and not outside else ()
 
 
 # --- links -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ From compiling single collectives (libtpu 0.0.51, v5e and v5p); `test_tpu.py` ha
   is for slices of the sublane dim that are no whole tiles, if it has dims around it.
 - A reduce-scatter runs in equal pieces that fit a buffer: slices are padded to as many rows of tiles as that takes.
 - An all-gather of a vector with shards that are no multiple of 128 elements becomes an all-reduce of zero-padded
-  shards. So does one of up to 16 MiB over a whole slice of 64 or more devices, and any over a torus of three dims.
+  shards. So does one of up to 16 MiB over all of a slice of 64 or more devices, and any if that is a torus of three
+  dims.
 """
 
 from __future__ import annotations
@@ -88,17 +89,8 @@ class TpuCollectiveRules(CollectiveRules):
         """Vectors whose shards are no multiple of 128 elements, or small results over many chips."""
         if sum(extent > 1 for extent in shape) < 2 and part % LANES:
             return True
-        over_all = all(axis in axes or mesh.axis_size(axis) == 1 for axis in mesh.axis_names)
-        if mesh.size < MANY or not over_all:
-            return False
-        device = load_device(mesh.device)
-        inner = device.links[0]
-        if inner.topology != "torus":
-            return False
-        dims = [dim for dim in layout.layout(mesh, device) if dim.size > 1]
-        if any(dim.link is not inner for dim in dims):
-            return False
-        return size <= LATENCY_BOUND or len(dims) > 2
+        torus = layout.whole_torus(axes, mesh)
+        return math.prod(torus) >= MANY and (size <= LATENCY_BOUND or len(torus) > 2)
 
 
 def scattered(

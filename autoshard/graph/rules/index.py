@@ -1,7 +1,8 @@
 """Rules of ops that index: gather, scatter, sort, top-k.
 
 In the gather specification's words *batch dims* enumerate the index vectors and *offset (window) dims* run over the
-slice of each. A dim is *trivially sliced* if the slice has extent one there.
+slice of each. A dim is *trivially sliced* if the slice has extent one there. What a compiler makes a dynamic-slice of
+(`sliced`) splits no indexed dim.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def gather(op: Signature) -> Rule:
     """
     operand, indices = op.operands
     (result,) = op.results
-    sizes = op.attrs["slice_sizes"]
+    sizes, sliced = op.attrs["slice_sizes"], op.attrs.get("sliced", False)
     factors = Factors()
     index = _index_dims(factors, indices, op.attrs["index_vector_dim"])
     paired = _paired(op)
@@ -35,7 +36,7 @@ def gather(op: Signature) -> Rule:
         elif taken == extent and extent != 1:
             source.append(factors.new(extent))
         elif taken == 1 and dim in op.attrs["start_index_map"]:
-            source.append(factors.new(extent, "reduce", "add"))
+            source.append(factors.new(extent, "replicated") if sliced else factors.new(extent, "reduce", "add"))
         else:
             source.append(factors.new(extent, "replicated"))
         if dim not in collapsed:

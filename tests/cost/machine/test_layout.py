@@ -158,6 +158,11 @@ def test_standard_slices() -> None:
         ((2, 4), "tpu-v5e:2x2:2slices", "xy", True),
         ((2, 4), "tpu-v5e:2x2:2slices", "x", False),
         ((2, 4), "tpu-v5e:2x2:2slices", "y", False),
+        ((2, 16), "tpu-v5e:4x4:2slices", "y", True),
+        ((2, 4, 4), "tpu-v5e:4x4:2slices", "yz", True),
+        ((2, 4, 4), "tpu-v5e:4x4:2slices", "y", False),
+        ((2, 8), "tpu-v5e:2x4:2slices", "y", False),
+        ((2, 8), "tpu-v5p:2x2x2:2slices", "y", True),
         ((4, 4), "h100", "xy", False),
     ],
 )

@@ -252,6 +252,9 @@ def test_a_gather_over_a_large_torus_of_three_dims_is_a_sum():
     cube = Mesh((4, 4, 4), ("a", "b", "c"), device="tpu-v5p")
     assert RULES.gathers_as_sum((800, 65536), 800 * 1024, 800 * 65536 * 4, ("a", "b", "c"), cube)
     assert not RULES.gathers_as_sum((800, 65536), 800 * 16384, 800 * 65536 * 4, ("a",), cube)
+    slices = Mesh((2, 64), ("a", "b"), device="tpu-v5p:4x4x4:2slices")
+    assert RULES.gathers_as_sum((800, 65536), 800 * 1024, 800 * 65536 * 4, ("b",), slices)
+    assert not RULES.gathers_as_sum((800, 65536), 400 * 1024, 800 * 65536 * 4, ("a", "b"), slices)
 
 
 LOOKUP = """module {{

@@ -130,7 +130,8 @@ class IndexPartitioner:
         self.types = types
         window = op.results[0].shape if self.is_gather else types[2].shape
         dims = index_dims(op.kind, op.attrs, types[0].shape, types[1].shape, window)
-        self.passthrough, self.trivial, self.batch, self.index = dims.passthrough, dims.trivial, dims.batch, dims.index
+        self.passthrough, self.batch, self.index = dims.passthrough, dims.batch, dims.index
+        self.trivial = () if op.attrs.get("sliced") else dims.trivial
         self.devices = tuple(range(len(self.subaxes.sizes)))
 
     def emit(self) -> Emission:
@@ -142,7 +143,12 @@ class IndexPartitioner:
             window = _Array(2, result.shape, self.result, result.dtype)
         else:
             window = _Array(2, self.types[2].shape, self.reads[2], self.types[2].dtype)
+        before = _Outcome([], [])
+        if self.is_gather and self.op.attrs.get("sliced"):  # GSPMD reshards a dynamic-slice's operand to its result
+            as_result = carried(window.tiling, ((into, dim) for dim, into in self.passthrough), len(operand.shape))
+            operand = self._moved(before, operand, as_result, ())
         outcome = self._partition(_Case(operand, indices, window, self.devices, ()), recursive=True)
+        outcome.moves[:0] = before.moves
         if not self.is_gather:
             self._reshard_made(outcome, operand, self.final, self.result, ())
         whole = math.prod(window.shape)

@@ -194,9 +194,21 @@ def _with_squares(graph: Graph) -> Graph | None:
     return _with_ops(graph, [replace(op, kind="multiply", operands=(op.operands[0],) * 2) for op in powers])
 
 
+@_rewrite
+def _with_slices(graph: Graph) -> Graph | None:
+    """Gathers and scatters of one index are a dynamic-slice or dynamic-update-slice: marked `sliced`."""
+    found = (op for op in graph.ops if op.kind in ("gather", "scatter"))
+    one = [op for op in found if _indices(graph.type_of(op.operands[len(op.results)]).shape, op) == 1]
+    return _with_ops(graph, [replace(op, attrs={**op.attrs, "sliced": True}) for op in one])
+
+
+def _indices(shape: Sequence[int], op: Op) -> int:
+    return math.prod(size for dim, size in enumerate(shape) if dim != op.attrs["index_vector_dim"])
+
+
 SIMPLIFIED_BY: Mapping[Target, Passes[Graph]] = {
     "cpu": Passes((_with_zeros, _with_reshapes)),
-    "gpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products, _with_squares)),
+    "gpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products, _with_squares, _with_slices)),
     "tpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products)),
 }
 
@@ -208,7 +220,9 @@ def simplified(graph: Graph, target: Target) -> Graph:
     broadcast that only adds dims of size 1 is a reshape, through which shardings pass. On TPU and GPU
     `AlgebraicSimplifier` also runs: a dynamic-update-slice at a constant place of a splat (the gradient of a slice) is
     a pad; a contraction of no dims is a product of broadcasts, marked `outer`. On GPU squares are products, so no
-    sharding passes through a shared exponent. The CPU compiler does so after partitioning.
+    sharding passes through a shared exponent, and a gather or scatter of one index is a dynamic-slice or -update-slice
+    (`GatherExpander`, `ScatterExpander`), for which GSPMD gathers what is split along the indexed dims. The CPU
+    compiler does so after partitioning.
     """
     return SIMPLIFIED_BY[target](graph)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Value
@@ -104,6 +105,27 @@ def test_random_shardings_of_index_ops_compile_to_what_is_predicted(seed: int, r
     said = partition(graph, propagate(graph, annotations, MESH), "cpu").collectives
     compared = fidelity(said, found, aten_of=lambda op: graph.ops[op].aten)
     assert predicted(graph, annotations) == normalise(found), compared.table()
+
+
+ONE = (1, 1, "i32")
+SINGLE = {
+    "read": ([(1024, 64), ONE], (1, 64), _gather("1", "0", 1, "1, 64", batch=ROW)),
+    "written": ([(1024, 64), ONE, (1, 64)], (1024, 64), _scatter("1", "0", 1, add=False)),
+    "added": ([(1024, 64), ONE, (1, 64)], (1024, 64), _scatter("1", "0", 1)),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("place", [0, 1])
+def test_on_gpus_one_index_makes_a_slice_for_which_split_rows_are_gathered(name: str, place: int) -> None:
+    """A decoding step's lookup and cache: they were predicted as a look-up in parts, of a few rows."""
+    made, graph = program([name], SINGLE)
+    spec = tuple(("data", "model") if dim == place else () for dim in range(2))
+    pins = {Value(0): spec, graph.outputs[0]: spec if name != "read" else ((), ())}
+    compiled = compile_module(annotate(made, graph, Annotations(pins), MESH), "h100:8")
+    found = normalise(compiled_collectives(compiled.hlo_text, MESH, "gpu"))
+    assert predicted(simplified(graph, "gpu"), Annotations(pins), target="gpu") == found
+    assert (rows_bytes(1024, 64) in found.values()) == (place == 0 or name == "read")
 
 
 def test_what_experts_sum_over_the_axis_that_splits_them_is_scattered() -> None:
