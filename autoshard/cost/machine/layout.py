@@ -154,7 +154,7 @@ def whole_torus(axes: AxisGroup, mesh: Mesh) -> tuple[int, ...]:
     dims = [dim for dim in layout(mesh, device) if dim.size > 1]
     shape = tuple(dim.size for dim in dims if dim.link == inner)
     outside = any(axis in axes and size > 1 for dim in dims if dim.link != inner for axis, size in dim.parts)
-    whole = mesh.ways(set(axes) & set(mesh.axis_names)) == math.prod(shape)
+    whole = mesh.ways(axis for axis in mesh.axis_names if axis in axes) == math.prod(shape)
     return shape if inner.topology == "torus" and whole and not outside else ()
 
 
