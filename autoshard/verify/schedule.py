@@ -96,8 +96,12 @@ class _Schedule:
         self.work = Work(module, family == "tpu")
         self.clock = Clock(device)
 
-    def run(self, name: str, now: float, free: float) -> tuple[float, float]:
-        """Simulate a computation from `now`, with links free from `free` on; returns both times at its end."""
+    def run(self, name: str, now: float, free: float, loops: tuple[str, ...] = ()) -> tuple[float, float]:
+        """Simulate a computation from `now`, with links free from `free` on; returns both times at its end.
+
+        Args:
+            loops: the computations around the loop that it is a body of, outermost first.
+        """
         computation = self.module.computations[name]
         ends: dict[str | int, float] = {}
         for instruction in computation.instructions.values():
@@ -106,18 +110,17 @@ class _Schedule:
                 trips = self.module.trip_count(instruction)
                 begin, free_before = now, max(free, now)
                 for body in instruction.called:
-                    now, free = self.run(body, now, free_before)
+                    now, free = self.run(body, now, free_before, (*loops, name))
                 more = (now - begin) * ((1 if trips is None else trips) - 1)
                 now, free = now + more, free + more
                 continue
             if opcode in ("call", "conditional"):
                 for called in instruction.called:
-                    now, free = self.run(called, now, free)
+                    now, free = self.run(called, now, free, loops)
                 continue
             fused = self.module.async_ends(instruction) if opcode == "fusion" else None
-            moving = sum(
-                collective_seconds(each, self.mesh, self.device) for each in self.reader.at(computation, instruction)
-            )
+            found = self.reader.at(computation, instruction, loops=loops)
+            moving = sum(collective_seconds(each, self.mesh, self.device) for each in found)
             if moving:
                 finish = max(now, free) + moving
                 free = finish

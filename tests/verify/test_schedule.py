@@ -31,7 +31,7 @@ def test_a_schedule_lies_between_all_at_once_and_one_by_one(family, device):
         assert overlapped < serial.step_time_s
 
 
-def played(body, more=""):
+def played(body, more="", family="gpu"):
     text = f"""HloModule m, is_scheduled=true, num_partitions=8
 {more}
 ENTRY %main (p: f32[4096,4096]) -> f32[4096,4096] {{
@@ -39,7 +39,7 @@ ENTRY %main (p: f32[4096,4096]) -> f32[4096,4096] {{
 {body}
 }}
 """
-    return overlapped_seconds(parse_hlo(text), MESH, H100, "gpu")
+    return overlapped_seconds(parse_hlo(text), MESH, H100, family)
 
 
 START = "  %s{0} = f32[4096,4096]{{1,0}} all-reduce-start(%p), channel_id={0}, replica_groups=[2,4]<=[8]\n"
@@ -78,3 +78,32 @@ def test_loops_take_every_turn():
     loop = "  ROOT %l = f32[4096,4096] while(%p), condition=%condition, body=%body, "
     trips = 'backend_config={"known_trip_count":{"n":"7"}}'
     assert played(loop + trips, more) == pytest.approx(7 * (max(REDUCE, NEGATE) + NEGATE))
+
+
+def test_what_a_tpu_starts_before_a_loop_is_not_moved_again_in_every_turn():
+    """FSDP of a small decoder on v5e was 30.1 ms as scheduled, and 17.1 in sequence."""
+    array = "f32[4096,4096]{1,0}"
+    gather = f"%g = {array} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[8], dimensions={{0}}"
+    parts = [
+        f"%{name} (p: f32[4096,4096]) -> f32[4096,4096] {{\n  %p = {array} parameter(0)\n  {gather}\n  {more}\n}}\n"
+        for name, more in (
+            ("first", f'ROOT %c = {array} custom-call(%g), custom_call_target="AsyncCollectiveStart"'),
+            ("part", f"ROOT %c = {array} negate(%g)"),
+            ("last", f'ROOT %c = {array} custom-call(%g), custom_call_target="AsyncCollectiveDone"'),
+        )
+    ]
+    body = f"ROOT %r = {array} fusion(%p), kind=kCustom, calls=%part"
+    more = f"{parts[0]}{parts[1]}{parts[2]}" + (
+        f"%body (p: f32[4096,4096]) -> f32[4096,4096] {{\n  %p = {array} parameter(0)\n  {body}\n}}\n"
+        "%until (p: f32[4096,4096]) -> pred[] {\n  ROOT %p = pred[] parameter(0)\n}\n"
+    )
+    turns = 'backend_config={"known_trip_count":{"n":"9"}}'
+    lines = [
+        f"%s = {array} fusion(%p), kind=kCustom, calls=%first",
+        f"%l = {array} while(%p), condition=%until, body=%body, {turns}",
+        f"ROOT %d = {array} fusion(%s), kind=kCustom, calls=%last",
+    ]
+    once = seconds("all-gather", ("model",), SIZE, MESH, H100)
+    whole = played("\n".join(f"  {line}" for line in lines), more, "tpu")
+    assert whole < 2 * once + 9 * 3 * NEGATE
+    assert whole >= once
