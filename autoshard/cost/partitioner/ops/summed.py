@@ -30,11 +30,13 @@ class _Term:
         reduction: its last collective, with the bytes of the sum; after a padded reduce-scatter also the permute that
             moves slices into place.
         whole: the values from there to the add if a slice of them is read: partial sums until the sum is reduced.
+        reshaped: whether there is a reshape between them: of two, `ReshapeMover` makes one, of the sum.
     """
 
     maker: int
     reduction: tuple[Collective, ...]
     whole: tuple[Value, ...]
+    reshaped: bool
 
 
 def sum_once(runs: list[OpRun], context: Context) -> list[OpRun]:
@@ -47,6 +49,7 @@ class _Summing:
     def __init__(self, context: Context, runs: list[OpRun]) -> None:
         self.context, self.graph, self.runs = context, context.graph, runs
         self.whole: set[int] = set()  # sums of terms that are sliced
+        self.reshaped: set[int] = set()  # sums of reshaped terms
 
     def run(self) -> None:
         for op in self.graph.ops:
@@ -59,7 +62,7 @@ class _Summing:
     def _kind(self, term: _Term) -> tuple[object, ...]:
         """What terms must have in common to share a reduction."""
         what = tuple((one.kind, one.axes, one.bytes) for one in term.reduction)
-        return what, self.context.order.get(term.maker), not term.whole
+        return what, self.context.order.get(term.maker), not term.whole, term.reshaped
 
     def _join(self, op: Op, terms: Sequence[_Term]) -> None:
         first = terms[0]
@@ -67,6 +70,8 @@ class _Summing:
             self.context.order[op.id] = self.context.order[first.maker]
         if first.whole:
             self.whole.add(op.id)
+        if first.reshaped:
+            self.reshaped.add(op.id)
         for term in terms:
             self.context.unsummed.update(term.whole)
             before = self.runs[term.maker]
@@ -97,7 +102,8 @@ class _Summing:
         if cut and times > 1:
             return None
         reduction = tuple(replace(one, bytes=times * one.bytes) for one in last)
-        return _Term(maker.id, reduction, tuple(chain) if cut else ())
+        reshaped = maker.id in self.reshaped or any(self.graph.ops[each.op].kind == "reshape" for each in chain)
+        return _Term(maker.id, reduction, tuple(chain) if cut else (), reshaped)
 
     def _chain(self, op: Op, place: int) -> Mapping[Value, Tiling]:
         """Values from an operand back to its reduction, by scaling, widening or transposing -> their tilings."""
@@ -109,9 +115,25 @@ class _Summing:
             chain |= dict.fromkeys(unscaled(self.graph, turn.operands[0]), split)
             *_, value = chain
             turn = self.graph.ops[value.op]
-        if turn.kind == "transpose" and is_transposed(self.context, self.graph.ops[turn.operands[0].op]):
-            chain[turn.operands[0]] = split[::-1]
+        if turn.kind == "transpose" and self._sinks(self.graph.ops[turn.operands[0].op]):
+            places = turn.attrs["permutation"]
+            chain[turn.operands[0]] = tuple(split[places.index(dim)] for dim in range(len(split)))
+        elif turn.kind == "reshape" and (squeezed := self._squeezed(turn, split)) is not None:
+            chain[turn.operands[0]] = squeezed
         return chain
+
+    def _squeezed(self, op: Op, split: Tiling) -> Tiling | None:
+        """How the operand of a reshape that adds or drops dims of size 1 is split."""
+        before, after = self.graph.type_of(op.operands[0]).shape, op.results[0].shape
+        kept = [axes for axes, size in zip(split, after, strict=True) if size > 1]
+        if [size for size in before if size > 1] != [size for size in after if size > 1]:
+            return None
+        of_kept = iter(kept)
+        return tuple(next(of_kept) if size > 1 else () for size in before)
+
+    def _sinks(self, maker: Op) -> bool:
+        """Whether a transpose of what an op makes is part of that op: of a product, or a gradient of a kernel."""
+        return maker.kind == "convolution" or is_transposed(self.context, maker)
 
 
 def _reduction(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

@@ -289,6 +289,42 @@ def test_products_that_are_transposed_before_they_are_added_are_summed_once(fami
     assert compiled(graph, wanted, family) == predicted(graph, wanted, family)
 
 
+KERNEL = (
+    "stablehlo.convolution(%a{0}, %b{0}) dim_numbers = [f, b, 0, 1]x[i, o, 0, 1]->[0, 1, b, f], window = {{}} "
+    "{{batch_group_count = 1 : i64, feature_group_count = 1 : i64}} "
+    ": (tensor<64x8x10x10xf32>, tensor<64x16x8x8xf32>) -> tensor<3x3x8x16xf32>",
+    "stablehlo.transpose %p{0}, dims = [3, 2, 0, 1] : (tensor<3x3x8x16xf32>) -> tensor<16x8x3x3xf32>",
+    ("tensor<64x8x10x10xf32>", "tensor<64x16x8x8xf32>", "tensor<16x8x3x3xf32>"),
+)
+BIAS = (
+    "stablehlo.reduce(%a{0} init: %zero) applies stablehlo.add across dimensions = [0] "
+    ": (tensor<64x16x32xf32>, tensor<f32>) -> tensor<16x32xf32>",
+    "stablehlo.reshape %p{0} : (tensor<16x32xf32>) -> tensor<1x16x32xf32>",
+    ("tensor<64x16x32xf32>", "tensor<64xf32>", "tensor<1x16x32xf32>"),
+)
+
+
+@pytest.mark.parametrize("family", ["gpu", "tpu"])
+@pytest.mark.parametrize(("form", "size"), [(KERNEL, 16 * 8 * 3 * 3), (BIAS, 16 * 32)])
+def test_gradients_of_a_kernel_and_of_what_is_broadcast_are_summed_once(form, size: int, family: str) -> None:
+    """A GAN's discriminator under data parallelism, and a position bias that all layers share: one sum for each use."""
+    made, moved, (a, b, result) = form
+    lines = ["%zero = stablehlo.constant dense<0.0> : tensor<f32>"]
+    for k in range(3):
+        lines += [f'%p{k} = {made.format(k)} loc("op{k}")', f'%q{k} = {moved.format(k)} loc("op{k}")']
+    lines.append(f'%s1 = stablehlo.add %q0, %q1 : {result} loc("op3")')
+    lines.append(f'%s2 = stablehlo.add %s1, %q2 : {result} loc("op4")')
+    arguments = ", ".join(f"%a{k}: {a}, %b{k}: {b}" for k in range(3))
+    body = "\n".join(lines)
+    text = f"module {{ func.func public @main({arguments}) -> {result} {{\n{body}\nreturn %s2 : {result} }} }}"
+    shape = tuple(map(int, result.removeprefix("tensor<").removesuffix("xf32>").split("x")))
+    graph = graph_from_text(text, ops=[AtenOp(k, "add", "", "backward", (TensorType(shape, "f32"),)) for k in range(5)])
+    both = ("data", "model")
+    pins = {Value(at): (both, *[()] * (len(graph.ops[at].results[0].shape) - 1)) for at in graph.arguments}
+    assert predicted(graph, Annotations(pins), family) == {("all-reduce", both): size * 4}
+    assert compiled(graph, Annotations(pins), family) == predicted(graph, Annotations(pins), family)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_terms_whose_scattered_slices_are_padded_are_summed_once(dtype: str) -> None:
     """Llama's and Qwen 2's automatic plans in bf16 on v5e: 8 and 20 % of the bytes."""
