@@ -530,7 +530,8 @@ class _Builder:
         copy = self._node(np.zeros(len(same)), f"copy of {self.names[node]}")
         readers = [reader for reader, _ in uses]
         if self._needs_nothing(value):  # its update reads it under its own sharding
-            updates = [node for node in readers if self.prices.last[node - self.first_group]]
+            last = [node for node in readers if self.prices.last[node - self.first_group]]
+            updates = set(last) - self.contractions
             readers = [node for node in readers if node not in updates] or readers
         item, sliced = self._moved_as(value, readers), self._cut_out(readers)
         kind = self._sort(value)

@@ -288,3 +288,24 @@ def test_attention_of_torch_leaves_the_batch_split(weights: bool) -> None:
     step = autoshard.capture(model, x, loss_fn=lambda y: y, optimizer=optimizer)
     by_hand = autoshard.manual_plan("dp", step, Mesh((8,), device="tpu-v5e:2x4"))
     assert {each.kind for each in by_hand.predicted.collectives} == {"all-reduce"}
+
+
+def test_the_head_of_a_decoding_step_reads_no_slice_of_a_whole_table() -> None:
+    """A tied table. Its slice cost nothing: no product follows the head, as none follows an update."""
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(128256, 4096)
+            self.middle = torch.nn.Linear(4096, 4096)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(self.middle(self.table(ids)), self.table.weight).argmax(-1)
+
+    with torch.device("meta"):
+        model = Step().to(torch.bfloat16).eval()
+    ids = torch.zeros(8, 1, dtype=torch.int64)
+    step = autoshard.capture(model, (ids,))
+    found = autoshard.plan_program(step, Mesh((2, 4), device="h100:8"), rivals=False)
+    assert found.parameters["table.weight"].spec != ((), ())
+    assert found.predicted.step_time_s == pytest.approx(found.solver.objective, rel=0.2)
