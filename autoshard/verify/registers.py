@@ -63,12 +63,43 @@ def registers(
             vector["summed_lanes" if lanes else "summed_rows"] += _registers(source.shapes[0])
         elif one.shapes and (kind := class_of(one.opcode.replace("-", "_"))) is not None:
             vector[kind] += _registers(one.shapes[0])
-    operands = [inner for name in kernel.operands if (inner := computation.instructions.get(name)) is not None]
-    read = [shape for one in operands for shape in one.shapes]
+    read = _read(module, computation, kernel)
     vector["tiles"] = max(map(_registers, (*read, *kernel.shapes)), default=0.0)
     vector["read"] = sum(shape.stored_bytes for shape in read) / _PAGE
     vector["written"] = sum(shape.stored_bytes for shape in kernel.shapes) / _PAGE
     return Done(tuple(replace(one, wide=_wide(one, read)) for one in products), dict(vector))
+
+
+def _read(module: Module, computation: Computation, kernel: Instruction) -> list[ArrayShape]:
+    """The arrays that a kernel reads: of an operand of which it reads slices alone, these."""
+    found: list[ArrayShape] = []
+    inner = module.computations[kernel.called[0]] if kernel.opcode == "fusion" else None
+    for number, name in enumerate(kernel.operands):
+        parameter = None if inner is None else inner.parameters.get(number)
+        slices = None if inner is None or parameter is None else _slices(module, inner, parameter.name)
+        if slices is None:
+            slices = list(computation.instructions[name].shapes) if name in computation.instructions else []
+        found += slices
+    return found
+
+
+def _slices(module: Module, computation: Computation, name: str) -> list[ArrayShape] | None:
+    """The slices of a value that a fused computation reads; None where it reads all of it."""
+    found: list[ArrayShape] = []
+    for user in computation.users.get(name, ()):
+        parts: list[ArrayShape] | None = None
+        if user.opcode == "bitcast":
+            parts = _slices(module, computation, user.name)
+        elif user.opcode in ("slice", "dynamic-slice") and name not in user.operands[1:]:
+            parts = list(user.shapes)
+        elif user.opcode == "fusion" and user.operands.count(name) == 1:
+            inner = module.computations[user.called[0]]
+            parameter = inner.parameters.get(user.operands.index(name))
+            parts = None if parameter is None else _slices(module, inner, parameter.name)
+        if parts is None:
+            return None
+        found += parts
+    return found
 
 
 def _wide(product: Products, read: Sequence[ArrayShape]) -> int:
