@@ -218,7 +218,19 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
         )
 
     passed = np.where(taps > 0, turned(m, n), np.minimum(turned(m, n), turned(n, m)))
+    passed = np.where((taps == 0) & (np.minimum(m, n) == 1), _of_a_vector(m * n * k, wide, constants), passed)
     return np.asarray(batch * (passed + tiles * constants.vector[CLASSES.index("tiles")]))
+
+
+def _of_a_vector(elements: Array, wide: Array, constants: Constants) -> Array:
+    """Cycles of a matrix-vector product, in the vector unit and in f32 (`AlgebraicSimplifier`: dot strength reduction).
+
+    Both operands and their product of bf16 are converted, multiplied and summed, register by register.
+    """
+    each = dict(zip(CLASSES, constants.vector, strict=True))
+    bytes_of = np.where(wide > 0, 4, 2)
+    summed = each["simple"] + each["summed_lanes"] + each["tiles"] + each["read"] * bytes_of / 4
+    return np.asarray(elements / TILE * (summed + np.where(wide > 0, 0, 3 * each["converted"])))
 
 
 def away_share(registers: Array, moved: Array) -> Array:
