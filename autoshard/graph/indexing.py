@@ -6,7 +6,7 @@ each. *Window* is a gather's result and a scatter's updates here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +57,17 @@ def index_dims(kind: str, attrs: Mapping[str, Any], operand: Shape, indices: Sha
 
 
 def parallel_dims(
-    ops: Sequence[Op], kind: str, attrs: Mapping[str, Any], operands: Sequence[Value]
+    ops: Sequence[Op],
+    kind: str,
+    attrs: Mapping[str, Any],
+    operands: Sequence[Value],
+    dtypes: Set[str] = frozenset({"i32"}),
 ) -> tuple[tuple[int, int], ...]:
-    """(operand dim, indices dim) pairs in which the indices are an iota: each reads or writes a row of its own."""
+    """(operand dim, indices dim) pairs in which the indices are an iota: each reads or writes a row of its own.
+
+    Args:
+        dtypes: of which a broadcast iota is known to be one.
+    """
     count = 1 if kind == "gather" else (len(operands) - 1) // 2
 
     def shape(value: Value) -> Shape:
@@ -76,7 +84,7 @@ def parallel_dims(
         updates = shape(operands[count + 1])
         extent = {dim: updates[w] for dim, w in zip(kept, attrs["window_dims"], strict=True)}
         single = [extent.get(dim, 1) == 1 for dim in indexed]
-    along = _counted(ops, operands[count], vector, shape)
+    along = _counted(ops, operands[count], vector, shape, dtypes)
     if len(along) != len(indexed):
         return ()
     found: list[tuple[int, int]] = []
@@ -92,28 +100,30 @@ def parallel_dims(
     return tuple(found)
 
 
-def _counted(ops: Sequence[Op], indices: Value, vector: int, shape: Callable[[Value], Shape]) -> list[int | None]:
+def _counted(
+    ops: Sequence[Op], indices: Value, vector: int, shape: Callable[[Value], Shape], dtypes: Set[str]
+) -> list[int | None]:
     """Per element of an index vector the indices' dim along which it is an iota, if any."""
     op = ops[indices.op]
     parts = op.operands if op.kind == "concatenate" and op.attrs["dim"] == vector else (indices,)
     found: list[int | None] = []
     for part in parts:
-        dim = _iota_dim(ops, part)
+        dim = _iota_dim(ops, part, dtypes)
         size = shape(part)[vector] if vector < len(shape(part)) else 1
         found += [None if dim == vector else dim] * size
     return found
 
 
-def _iota_dim(ops: Sequence[Op], value: Value) -> int | None:
-    """The dim along which a value is an iota, or a broadcast of an i32 one (`GetDimensionForIota`).
+def _iota_dim(ops: Sequence[Op], value: Value, dtypes: Set[str]) -> int | None:
+    """The dim along which a value is an iota, or a broadcast of one of these dtypes (`GetDimensionForIota`).
 
-    In HLO an iota of several dims becomes a broadcast of a 1-D one, so it must be i32 too.
+    In HLO an iota of several dims becomes a broadcast of a 1-D one, so it must be of them too.
     """
     op = ops[value.op]
     if op.kind == "iota":
-        plain = len(op.results[0].shape) == 1 or op.results[0].dtype == "i32"
+        plain = len(op.results[0].shape) == 1 or op.results[0].dtype in dtypes
         return int(op.attrs["dim"]) if plain else None
-    if op.kind == "broadcast_in_dim" and op.results[0].dtype == "i32":
-        inner = _iota_dim(ops, op.operands[0])
+    if op.kind == "broadcast_in_dim" and op.results[0].dtype in dtypes:
+        inner = _iota_dim(ops, op.operands[0], dtypes)
         return None if inner is None else int(op.attrs["dims"][inner])
     return None

@@ -32,6 +32,7 @@ B, S, H, D, V = 2, 6, 4, 8, 11
 IDS = torch.arange(B * S).reshape(B, S) % V
 LABELS = torch.where(IDS % 5 == 0, -100, (IDS * 3) % V)
 CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+NONE_OF_FIRST = CAUSAL & (torch.arange(S) > 0).unsqueeze(1)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -109,6 +110,14 @@ CASES: dict[str, Case] = {
     "causal attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v)),
     "masked attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=CAUSAL.to(q.device), scale=0.3), (q, k, v),
+    ),
+    "attention to no key": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=NONE_OF_FIRST.to(q.device)), (q, k, v),
+    ),
+    "attention to no key by a number": (
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=torch.zeros(S, S).masked_fill(~NONE_OF_FIRST, -math.inf).to(q.device)
+        ), (q, k, v),
     ),
     "grouped attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True), (q, k, v),
@@ -443,6 +452,14 @@ def test_multi_head_attention_is_made_of_einsums() -> None:
     names = aten_names(Attend(), torch.empty(B, S, D))
     assert names.count("autoshard.einsum.default") == 4
     assert not {"aten.bmm.default", "aten.mm.default", "aten.addmm.default"} & set(names)
+
+
+def test_an_encoder_at_rest_is_captured_with_a_padding_mask() -> None:
+    """torch's fast path would look at the mask."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, H, 16, batch_first=True), 1).eval()
+    inputs = {"src": torch.empty(B, S, D), "src_key_padding_mask": PADDED}
+    names = [op.name for op in capture(encoder, inputs).ops]
+    assert names.count("autoshard.einsum.default") >= 4
 
 
 def test_a_training_step_updates_the_running_statistics_of_batch_norm() -> None:

@@ -143,7 +143,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`F.scaled_dot_product_attention` written out."""
+    """`F.scaled_dot_product_attention` written out; a query that may read no key attends to nothing, as in torch."""
     if query.dim() < 3 or key.shape[:-3] != query.shape[:-3]:
         return UNTOUCHED
     if enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -156,9 +156,15 @@ def attention(
     if is_causal:
         allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~allowed, -math.inf)
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    reads_none = None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        reads_none = ~attn_mask.any(-1, keepdim=True)
+        scores = scores.masked_fill(~(attn_mask | reads_none), -math.inf)
+    elif attn_mask is not None:
+        reads_none = (attn_mask == -math.inf).all(-1, keepdim=True)
+        scores = scores + attn_mask.masked_fill(reads_none, 0.0)
     weights = torch.softmax(scores, -1)
     if dropout_p > 0:
         weights = torch.dropout(weights, dropout_p, True)
-    return matmul(weights.to(value.dtype), value)
+    out = matmul(weights.to(value.dtype), value)
+    return out if reads_none is None else out.masked_fill(reads_none, 0.0)

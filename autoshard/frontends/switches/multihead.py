@@ -66,11 +66,13 @@ def _mask(asked: SimpleNamespace) -> Any:
     """What is added to the scores, `(batch or 1, heads or 1, queries, keys)`, and whether they are causal."""
     mask, padding = asked.attn_mask, asked.key_padding_mask
     (queries, batch, _), keys = asked.query.shape, asked.key.shape[0]
-    if asked.is_causal and padding is None and not asked.need_weights:
-        return None, True
     shapes = (queries, keys), (batch * asked.num_heads, queries, keys)
     if (mask is not None and mask.shape not in shapes) or (padding is not None and padding.shape != (batch, keys)):
         return UNTOUCHED
+    if any(each is not None and each.dtype not in (torch.bool, asked.query.dtype) for each in (mask, padding)):
+        return UNTOUCHED
+    if asked.is_causal and padding is None and not asked.need_weights:
+        return None, True
     mask, padding = (None if each is None else _added(each, asked.query.dtype) for each in (mask, padding))
     if mask is not None:
         mask = mask.expand(1, 1, -1, -1) if mask.dim() == 2 else mask.unflatten(0, (batch, -1))

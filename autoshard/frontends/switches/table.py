@@ -7,7 +7,7 @@ calls with tensors on an XLA device, and never edits the model.
 |---|---|---|
 | `linear` | `F.linear`, transformers' `Conv1D`: a dot that keeps the input's dims, bias added after | a reshape would merge batch and sequence; a bias inside hides the partial sum from a reduce-scatter |
 | `matmul` | `torch.matmul`, `@`, two-operand `torch.einsum`, `F.scaled_dot_product_attention`, torch_xla's `flash_attention` and `splash_attention` | torch merges batch and heads for `bmm`; torch_xla's kernels cannot be traced without a TPU |
-| `multihead` | `F.multi_head_attention_forward` (`nn.MultiheadAttention`), with batch and heads as dims of their own | torch merges positions before the batch for the last product: a split batch is gathered there |
+| `multihead` | `F.multi_head_attention_forward` (`nn.MultiheadAttention`), with batch and heads as dims of their own; no fast path | torch merges positions before the batch for the last product: a split batch is gathered there |
 | `attention:KIND` | `F.scaled_dot_product_attention`, kept as one op (`attention/form.py`) where that kind of device, or platform (`tpu`, `gpu`), has a fused kernel for it; on where a program is captured for a TPU or GPU | written out it stores a score for each query and key |
 | `experts` | transformers' mixtures of experts, kept as one op (`experts/form.py`) where they have its form; on where a program is captured for a TPU or GPU | written out, `batched_mm` gathers each token's weights; its other implementations loop over what they find |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
@@ -107,6 +107,8 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
             stack.enter_context(unrolled())
         if "linear" in names:
             stack.enter_context(conv1d())
+        if "multihead" in names:
+            stack.enter_context(_written_out())
         stack.enter_context(_Replace(handlers))
         yield
 
@@ -178,6 +180,17 @@ def _unchecked() -> Iterator[None]:
         yield
     finally:
         distribution.set_default_validate_args(default)
+
+
+@contextlib.contextmanager
+def _written_out() -> Iterator[None]:
+    """Without torch's fast path of encoders, which looks at a padding mask's values."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 @contextlib.contextmanager

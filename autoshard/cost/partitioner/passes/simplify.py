@@ -8,7 +8,7 @@ Sharding propagation through a merged constant relates ops that have nothing els
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import wraps
 
@@ -16,6 +16,7 @@ from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.targets import Target
 from autoshard.cost.passes import Passes
 from autoshard.dtypes import is_float
+from autoshard.graph.indexing import parallel_dims
 from autoshard.graph.memo import per_graph
 from autoshard.graph.ops import Graph, Op, Value
 
@@ -202,14 +203,44 @@ def _with_slices(graph: Graph) -> Graph | None:
     return _with_ops(graph, [replace(op, attrs={**op.attrs, "sliced": True}) for op in one])
 
 
+def _with_rows_of(dtypes: Set[str]) -> Callable[[Graph], Graph]:
+    """A pass that notes which gathers and scatters read or write each row by itself: of indices of these dtypes."""
+
+    @_rewrite
+    def noted(graph: Graph) -> Graph | None:
+        changed = []
+        for op in graph.ops:
+            if op.kind in ("gather", "scatter"):
+                found = parallel_dims(graph.ops, op.kind, op.attrs, op.operands, dtypes)
+                if found != op.attrs["parallel"]:
+                    changed.append(replace(op, attrs={**op.attrs, "parallel": found}))
+        return _with_ops(graph, changed)
+
+    return noted
+
+
 def _indices(shape: Sequence[int], op: Op) -> int:
     return math.prod(size for dim, size in enumerate(shape) if dim != op.attrs["index_vector_dim"])
 
 
+COUNTED_ON_GPUS = frozenset({"i32", "i64", "ui32", "ui64"})
+COUNTED_ON_TPUS = frozenset({"i32", "ui32"})
+"""Dtypes of indices in which a broadcast iota is known to be one, seen in gathers and scatters of u32 and i64."""
+
 SIMPLIFIED_BY: Mapping[Target, Passes[Graph]] = {
     "cpu": Passes((_with_zeros, _with_reshapes)),
-    "gpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products, _with_squares, _with_slices)),
-    "tpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products)),
+    "gpu": Passes(
+        (
+            _with_zeros,
+            _with_reshapes,
+            _with_pads,
+            _with_outer_products,
+            _with_squares,
+            _with_slices,
+            _with_rows_of(COUNTED_ON_GPUS),
+        )
+    ),
+    "tpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products, _with_rows_of(COUNTED_ON_TPUS))),
 }
 
 
@@ -222,7 +253,7 @@ def simplified(graph: Graph, target: Target) -> Graph:
     a pad; a contraction of no dims is a product of broadcasts, marked `outer`. On GPU squares are products, so no
     sharding passes through a shared exponent, and a gather or scatter of one index is a dynamic-slice or -update-slice
     (`GatherExpander`, `ScatterExpander`), for which GSPMD gathers what is split along the indexed dims. The CPU
-    compiler does so after partitioning.
+    compiler does so after partitioning, and knows rows that are read by themselves by counts in i32 alone.
     """
     return SIMPLIFIED_BY[target](graph)
 

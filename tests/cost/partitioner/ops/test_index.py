@@ -107,6 +107,29 @@ def test_random_shardings_of_index_ops_compile_to_what_is_predicted(seed: int, r
     assert predicted(graph, annotations) == normalise(found), compared.table()
 
 
+def _counted_in(dtype: str, name: str) -> tuple[list[tuple[int | str, ...]], tuple[int, ...], str]:
+    """`along` or its gradient with indices of another dtype, as torch_xla writes both: of u32 and of i64."""
+    operands, result, text = INDEXED[name]
+    return (
+        [(*each[:-1], dtype) if each[-1] == "i32" else each for each in operands],
+        result,
+        text.replace("xi32>", f"x{dtype}>"),
+    )
+
+
+@pytest.mark.parametrize(("target", "family"), [("h100:8", "gpu"), ("tpu-v5e:2x4", "tpu")])
+@pytest.mark.parametrize(("name", "dtype"), [("along", "ui32"), ("along_back", "i64"), ("along", "i32")])
+def test_rows_that_are_read_by_themselves_are_known_by_counts(name: str, dtype: str, target: str, family: str) -> None:
+    """Data parallelism behind `torch.gather` was predicted to gather all that it reads."""
+    made, graph = program([name], {name: _counted_in(dtype, name)})
+    pins = {Value(at): (("data",), *[()] * (len(graph.ops[at].results[0].shape) - 1)) for at in graph.arguments}
+    pins[graph.outputs[0]] = (("data",), (), ())
+    compiled = compile_module(annotate(made, graph, Annotations(pins), MESH), target)
+    found = normalise(compiled_collectives(compiled.hlo_text, MESH, family))
+    assert predicted(simplified(graph, family), Annotations(pins), target=family) == found
+    assert not found or (family, dtype) == ("tpu", "i64")
+
+
 ONE = (1, 1, "i32")
 SINGLE = {
     "read": ([(1024, 64), ONE], (1, 64), _gather("1", "0", 1, "1, 64", batch=ROW)),
