@@ -15,6 +15,10 @@ from autoshard.graph.ops import Op, Value
 Shape = tuple[int, ...]
 
 
+COUNTED = frozenset({"i32"})
+"""Dtypes of broadcasts in which `GetDimensionForIota` looks for an iota, before anything is simplified."""
+
+
 @dataclass(frozen=True)
 class IndexDims:
     """Dims of one gather or scatter.
@@ -66,7 +70,7 @@ def parallel_dims(
     """(operand dim, indices dim) pairs in which the indices are an iota: each reads or writes a row of its own.
 
     Args:
-        dtypes: of which a broadcast iota is known to be one.
+        dtypes: of which a broadcast iota is known to be one; more than `COUNTED` in a program that is simplified.
     """
     count = 1 if kind == "gather" else (len(operands) - 1) // 2
 
@@ -115,15 +119,46 @@ def _counted(
 
 
 def _iota_dim(ops: Sequence[Op], value: Value, dtypes: Set[str]) -> int | None:
-    """The dim along which a value is an iota, or a broadcast of one of these dtypes (`GetDimensionForIota`).
+    """The dim along which a value counts: an iota, or a broadcast of one of these dtypes (`GetDimensionForIota`).
 
-    In HLO an iota of several dims becomes a broadcast of a 1-D one, so it must be of them too.
+    In HLO an iota of several dims becomes a broadcast of a 1-D one, so it must be of them too. An array of 0, 1, 2, ...
+    is one, and what is chosen for counts below 0 is never chosen.
     """
     op = ops[value.op]
     if op.kind == "iota":
         plain = len(op.results[0].shape) == 1 or op.results[0].dtype in dtypes
         return int(op.attrs["dim"]) if plain else None
-    if op.kind == "broadcast_in_dim" and op.results[0].dtype in dtypes:
+    if op.results[0].dtype not in dtypes:
+        return None
+    if op.kind == "broadcast_in_dim":
         inner = _iota_dim(ops, op.operands[0], dtypes)
         return None if inner is None else int(op.attrs["dims"][inner])
+    if dtypes == COUNTED:
+        return None
+    if op.kind == "constant":
+        return 0 if op.attrs.get("counts") else None
+    if op.kind == "reshape":
+        return _reshaped(ops, op, _iota_dim(ops, op.operands[0], dtypes))
+    if op.kind == "select" and _is_negative(ops, op.operands[0], op.operands[2]):  # never
+        return _iota_dim(ops, op.operands[2], dtypes)
     return None
+
+
+def _reshaped(ops: Sequence[Op], op: Op, dim: int | None) -> int | None:
+    """Where a dim of the operand of a reshape that adds or drops dims of size 1 is in its result."""
+    before, after = ops[op.operands[0].op].results[op.operands[0].result].shape, op.results[0].shape
+    places = [at for at, size in enumerate(after) if size > 1]
+    if dim is None or before[dim] == 1 or [size for size in before if size > 1] != [after[at] for at in places]:
+        return None
+    return places[sum(size > 1 for size in before[:dim])]
+
+
+def _is_negative(ops: Sequence[Op], asked: Value, of: Value) -> bool:
+    """Whether a value is `of < 0`, as indices are asked that may count from the end."""
+    op = ops[asked.op]
+    if op.kind != "compare" or op.attrs["direction"] != "LT" or op.operands[0] != of:
+        return False
+    zero = ops[op.operands[1].op]
+    while zero.kind in ("broadcast_in_dim", "reshape"):
+        zero = ops[zero.operands[0].op]
+    return zero.kind == "constant" and zero.attrs["value"] == 0

@@ -10,7 +10,7 @@
 - slice: start, limit, stride; pad: low, high, interior; dynamic_slice: sizes
 - concatenate, iota, all_gather: dim
 - sort: dim, descending (by the first operand alone; False for any other order)
-- constant: value (int, float or bool of a splat, else None)
+- constant: value (int, float or bool of a splat, else None), counts (of the integers 0, 1, 2, ... alone: True)
 - compare: direction (`EQ`, `NE`, `LT`, …)
 - gather: offset_dims, collapsed_dims, operand_batch_dims, indices_batch_dims, start_index_map, index_vector_dim,
   slice_sizes, sorted, parallel ((operand dim, indices dim) pairs in which the indices count up: see `indexing.py`)
@@ -32,6 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 NO_ATTRS: Mapping[str, Any] = {}  # shared by all ops that have none
 
@@ -218,8 +220,16 @@ def _constant(op: Any) -> dict[str, Any]:
         return {"value": None}
     attribute = op.attributes["value"]
     if not getattr(attribute, "is_splat", False):
-        return {"value": None}
+        return {"value": None, "counts": True} if _counts(attribute) else {"value": None}
     return {"value": getattr(attribute.get_splat_value(), "value", None)}
+
+
+def _counts(attribute: Any) -> bool:
+    """Whether these are the integers 0, 1, 2, ... (`torch.arange`)."""
+    if type(attribute).__name__ != "DenseIntElementsAttr":
+        return False
+    found = np.array(attribute)
+    return found.ndim == 1 and found.dtype.kind in "iu" and bool((found == np.arange(len(found))).all())
 
 
 def _name(op: Any, attribute: str) -> str:

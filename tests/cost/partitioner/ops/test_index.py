@@ -130,6 +130,33 @@ def test_rows_that_are_read_by_themselves_are_known_by_counts(name: str, dtype: 
     assert not found or (family, dtype) == ("tpu", "i64")
 
 
+BY_ARANGE = """
+%c = stablehlo.constant dense<[0, 1, 2, 3, 4, 5, 6, 7]> : tensor<8xi64>
+%b = stablehlo.broadcast_in_dim %c, dims = [0] : (tensor<8xi64>) -> tensor<8x4xi64>
+%z = stablehlo.constant dense<0> : tensor<8x4xi64>
+%n = stablehlo.constant dense<8> : tensor<8x4xi64>
+%less = stablehlo.compare LT, %b, %z : (tensor<8x4xi64>, tensor<8x4xi64>) -> tensor<8x4xi1>
+%more = stablehlo.add %b, %n : tensor<8x4xi64>
+%s = stablehlo.select %less, %more, %b : tensor<8x4xi1>, tensor<8x4xi64>
+%i = stablehlo.reshape %s : (tensor<8x4xi64>) -> tensor<8x4x1xi64>
+%at = stablehlo.concatenate %i, {1}, dim = 2 : (tensor<8x4x1xi64>, tensor<8x4x1xi64>) -> tensor<8x4x2xi64>
+"""
+
+
+@pytest.mark.parametrize(("target", "family"), [("h100:8", "gpu"), ("tpu-v5e:2x4", "tpu"), ("cpu:8", "cpu")])
+def test_arange_beside_other_indices_counts_on_gpus(target: str, family: str) -> None:
+    """`x[torch.arange(B)[:, None], i]`, as BERT's masked positions and CLIP's last tokens are read."""
+    rows = _gather("2", "0, 1", 2, "1, 1, 16", indices="%at", batch="start_index_map = [0, 1], ")
+    kinds = "(tensor<8x32x16xf32>, tensor<8x4x2xi64>) -> tensor<8x4x16xf32>"
+    asked = {"rows": ([(8, 32, 16), (8, 4, 1, "i64")], (8, 4, 16), f"{BY_ARANGE}{rows} : {kinds}")}
+    made, graph = program(["rows"], asked)
+    pins = {Value(at): (("data",), (), ()) for at in graph.arguments} | {graph.outputs[0]: (("data",), (), ())}
+    compiled = compile_module(annotate(made, graph, Annotations(pins), MESH), target)
+    found = normalise(compiled_collectives(compiled.hlo_text, MESH, family))
+    assert predicted(simplified(graph, family), Annotations(pins), target=family) == found
+    assert (found == {}) == (family == "gpu")
+
+
 ONE = (1, 1, "i32")
 SINGLE = {
     "read": ([(1024, 64), ONE], (1, 64), _gather("1", "0", 1, "1, 64", batch=ROW)),
