@@ -280,14 +280,11 @@ class Work:
                     continue  # updated in place
                 elif _scatters(user) and user.operands[0] == name and name not in user.operands[1:]:
                     read += _scattered(inner, user)
-                elif user.opcode == "fusion" and user.operands.count(name) == 1:
-                    nested = self.module.computations[user.called[0]]
-                    read += self.parameter_bytes(nested, user.operands.index(name), operand)
                 elif COLLECTIVE.match(user.opcode) or (user.opcode == "tuple" and user is inner.root):
                     continue  # moved by a collective in parallel to the fusion, or only passed on
                 else:
                     return self.size(operand)
-        return min(read, self.size(operand))
+        return read
 
     def written(self, inner: Computation, fusion: Instruction) -> float:
         """Bytes that a fusion writes: of an array updated in place, only the update."""
