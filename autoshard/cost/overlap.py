@@ -44,7 +44,7 @@ def hides_sums(device: Device) -> bool:
 
 
 def hides(source: Spec, target: Spec, mesh: Mesh, device: Device) -> bool:
-    """Whether a reshard of a weight can run beside kernels: on a TPU a gather, unless it is compiled as a sum."""
+    """Whether a reshard of a weight can run beside kernels: on a TPU an all-gather that is not compiled as a sum."""
     if hides_sums(device):
         return True
     gathered = spec_axes(source) - spec_axes(target)

@@ -65,7 +65,7 @@ def parallel_dims(
     kind: str,
     attrs: Mapping[str, Any],
     operands: Sequence[Value],
-    dtypes: Set[str] = frozenset({"i32"}),
+    dtypes: Set[str] = COUNTED,
 ) -> tuple[tuple[int, int], ...]:
     """(operand dim, indices dim) pairs in which the indices are an iota: each reads or writes a row of its own.
 
@@ -119,10 +119,10 @@ def _counted(
 
 
 def _iota_dim(ops: Sequence[Op], value: Value, dtypes: Set[str]) -> int | None:
-    """The dim along which a value counts: an iota, or a broadcast of one of these dtypes (`GetDimensionForIota`).
+    """The dim along which a value is an iota, or a broadcast of one of these dtypes (`GetDimensionForIota`).
 
-    In HLO an iota of several dims becomes a broadcast of a 1-D one, so it must be of them too. An array of 0, 1, 2, ...
-    is one, and what is chosen for counts below 0 is never chosen.
+    In HLO an iota of several dims becomes a broadcast of a 1-D one, so it must be of them too. In a program that is
+    simplified a constant 0, 1, 2, ... is one too, and a select of what is below 0 in an iota is that iota.
     """
     op = ops[value.op]
     if op.kind == "iota":
@@ -139,7 +139,7 @@ def _iota_dim(ops: Sequence[Op], value: Value, dtypes: Set[str]) -> int | None:
         return 0 if op.attrs.get("counts") else None
     if op.kind == "reshape":
         return _reshaped(ops, op, _iota_dim(ops, op.operands[0], dtypes))
-    if op.kind == "select" and _is_negative(ops, op.operands[0], op.operands[2]):  # never
+    if op.kind == "select" and _is_negative(ops, op.operands[0], op.operands[2]):
         return _iota_dim(ops, op.operands[2], dtypes)
     return None
 
@@ -154,7 +154,7 @@ def _reshaped(ops: Sequence[Op], op: Op, dim: int | None) -> int | None:
 
 
 def _is_negative(ops: Sequence[Op], asked: Value, of: Value) -> bool:
-    """Whether a value is `of < 0`, as indices are asked that may count from the end."""
+    """Whether a value is the comparison `of < 0`: indices may count from the end."""
     op = ops[asked.op]
     if op.kind != "compare" or op.attrs["direction"] != "LT" or op.operands[0] != of:
         return False

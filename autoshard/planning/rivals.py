@@ -133,9 +133,10 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
         rival = replace(found, mesh=mesh, annotations=made, prediction=predict(graph, made, mesh), solver=solver)
         rival = replace(rival, slop=None).written(graph, options)
         margin = _TIED if doubted and best is found else -_FASTER
-        if same and _alike(rival.prediction, found.prediction) and rival.rescheduled().fits:
-            best = rival.rescheduled()
-        elif _faster(rival.rescheduled(), best, margin):
+        scheduled = rival.rescheduled()
+        if same and _alike(scheduled.prediction, found.prediction) and scheduled.fits:
+            best = scheduled
+        elif _faster(scheduled, best, margin):
             pinned = _pinned(rival, graph, options).rescheduled()
             best = pinned if _faster(pinned, best, margin) else best
     return best

@@ -21,6 +21,7 @@ from autoshard.cost.machine.device import load_device
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import propagate
+from autoshard.cost.partitioner.tiling import across_ones
 from autoshard.dtypes import is_whole
 from autoshard.errors import AutoshardError
 from autoshard.graph.annotations import Annotations
@@ -257,11 +258,10 @@ def _read_by_aten(graph: Graph, op: Op, value: Value, spec: Spec) -> tuple[Value
     """The aten op's operand that is `value` before a reshape adds dims of size 1 (a 1-d convolution is a 2-d one)."""
     while (made := graph.ops[value.op]).kind == "reshape" and made.aten == op.aten:
         source = made.operands[0]
-        before, after = graph.type_of(source).shape, graph.type_of(value).shape
-        if [size for size in before if size > 1] != [size for size in after if size > 1]:
+        before = across_ones(spec, graph.type_of(value).shape, graph.type_of(source).shape)
+        if before is None:
             break
-        kept = iter([axes for axes, size in zip(spec, after, strict=True) if size > 1])
-        value, spec = source, tuple(next(kept) if size > 1 else () for size in before)
+        value, spec = source, before
     return value, spec
 
 

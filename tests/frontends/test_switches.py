@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from torch import nn
 import autoshard
 from autoshard.frontends.switches import interpolation
 from autoshard.frontends.switches import table as switches
+from autoshard.frontends.switches.handlers import UNTOUCHED
 from autoshard.frontends.switches.losses import histc
+from autoshard.frontends.switches.multihead import _mask
 from autoshard.frontends.switches.table import DEFAULT, active
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
 from autoshard.frontends.tracing import ops
@@ -452,6 +455,25 @@ def test_multi_head_attention_is_made_of_einsums() -> None:
     names = aten_names(Attend(), torch.empty(B, S, D))
     assert names.count("autoshard.einsum.default") == 4
     assert not {"aten.bmm.default", "aten.mm.default", "aten.addmm.default"} & set(names)
+
+
+@pytest.mark.parametrize(
+    ("query", "mask", "weights", "kept"),
+    [
+        (torch.bfloat16, torch.float32, False, True),  # of generate_square_subsequent_mask
+        (torch.bfloat16, torch.float32, True, False),
+        (torch.float32, torch.bfloat16, True, False),
+        (torch.float32, torch.bool, True, True),
+    ],
+)
+def test_masks_of_dtypes_that_torch_refuses_are_left_to_it(
+    query: torch.dtype, mask: torch.dtype, weights: bool, kept: bool
+) -> None:
+    asked = SimpleNamespace(
+        query=torch.zeros(S, B, D, dtype=query), key=torch.zeros(S, B, D), attn_mask=torch.zeros(S, S, dtype=mask),
+        key_padding_mask=None, is_causal=False, need_weights=weights, num_heads=H,
+    )  # fmt: skip
+    assert (_mask(asked) is not UNTOUCHED) == kept
 
 
 def test_an_encoder_at_rest_is_captured_with_a_padding_mask() -> None:

@@ -227,3 +227,32 @@ def test_a_fused_scatter_changes_what_it_scatters_into_in_place(onto, written):
   ROOT %x = f32[1024,16]{1,0} fusion(%table, %rows, %update), kind=kInput, calls=%fused"""
     read = 64 * 16 * (2 if onto == "%o" else 1) + 64
     assert kernels(body, more=more)["x"].bytes == 4 * (read + written)
+
+
+def test_the_vector_unit_reads_the_slices_that_a_fusion_takes_of_an_operand():
+    """A decoding step's head was charged all of a table of which it reads an eighth, and a lookup of one row too."""
+    more = """
+%inner (a: f32[64,32], b: s32[]) -> f32[8,32] {
+  %a = f32[64,32]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %part = f32[8,32]{1,0} dynamic-slice(%a, %b, %zero), dynamic_slice_sizes={8,32}
+}
+%outer (c: f32[64,32], d: s32[]) -> f32[8,32] {
+  %c = f32[64,32]{1,0} parameter(0)
+  %d = s32[] parameter(1)
+  %sliced = f32[8,32]{1,0} fusion(%c, %d), kind=kLoop, calls=%inner
+  ROOT %less = f32[8,32]{1,0} negate(%sliced)
+}
+%whole (e: f32[64,32], f: s32[]) -> f32[8,32] {
+  %e = f32[64,32]{1,0} parameter(0)
+  %f = s32[] parameter(1)
+  %all = f32[64,32]{1,0} negate(%e)
+  %none = s32[] constant(0)
+  ROOT %cut = f32[8,32]{1,0} dynamic-slice(%all, %f, %none), dynamic_slice_sizes={8,32}
+}
+"""
+    sliced = one("f32[8,32]{1,0} fusion(%p, %i), kind=kLoop, calls=%outer", more=more, family="tpu").registers
+    whole = one("f32[8,32]{1,0} fusion(%p, %i), kind=kLoop, calls=%whole", more=more, family="tpu").registers
+    assert whole.vector["read"] == pytest.approx(8 * sliced.vector["read"], rel=0.01)
+    assert sliced.vector["tiles"] < whole.vector["tiles"]

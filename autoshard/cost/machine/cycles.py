@@ -225,7 +225,7 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
 def _of_a_vector(elements: Array, wide: Array, constants: Constants) -> Array:
     """Cycles of a matrix-vector product, in the vector unit and in f32 (`AlgebraicSimplifier`: dot strength reduction).
 
-    Both operands and their product of bf16 are converted, multiplied and summed, register by register.
+    Each register of the matrix is multiplied and summed; of bf16, both operands and the product are converted first.
     """
     each = dict(zip(CLASSES, constants.vector, strict=True))
     bytes_of = np.where(wide > 0, 4, 2)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from autoshard.mesh import Mesh, Spec
 
+Part = TypeVar("Part", int, str)
 Tiling = tuple[tuple[int, ...], ...]
 """Per dim the subaxes (numbers, see `Subaxes`) that split it, major to minor."""
 
@@ -269,6 +271,17 @@ def carried(tiling: Tiling, pairs: Iterable[tuple[int, int]], rank: int) -> Tili
     for source, target in pairs:
         found[target] = tiling[source]
     return tuple(found)
+
+
+def across_ones(
+    split: Sequence[tuple[Part, ...]], shape: Sequence[int], other: Sequence[int]
+) -> tuple[tuple[Part, ...], ...] | None:
+    """How a split tensor of `shape` is split after a reshape that adds or drops dims of size 1; else None."""
+    kept = [parts for parts, size in zip(split, shape, strict=True) if size > 1]
+    if [size for size in shape if size > 1] != [size for size in other if size > 1]:
+        return None
+    left = iter(kept)
+    return tuple(next(left) if size > 1 else () for size in other)
 
 
 def _primes(size: int) -> list[int]:

@@ -15,9 +15,9 @@ from autoshard.frontends.switches.handlers import UNTOUCHED, replaces
 
 @replaces("multihead", F.multi_head_attention_forward)
 def multi_head_attention(*args: Any, **named: Any) -> Any:
-    """Attention of `(positions, batch, features)`, which torch's own merges; called with the mode on.
+    """Attention of `(positions, batch, features)` with all dims kept; its products are dispatched to other handlers.
 
-    Left to torch: unbatched calls, biases of keys, appended zeros, static keys.
+    torch's own runs unbatched calls, biases of keys, appended zeros, static keys, and masks of other dtypes.
     """
     call = inspect.signature(F.multi_head_attention_forward).bind(*args, **named)
     call.apply_defaults()
@@ -69,7 +69,8 @@ def _mask(asked: SimpleNamespace) -> Any:
     shapes = (queries, keys), (batch * asked.num_heads, queries, keys)
     if (mask is not None and mask.shape not in shapes) or (padding is not None and padding.shape != (batch, keys)):
         return UNTOUCHED
-    if any(each is not None and each.dtype not in (torch.bool, asked.query.dtype) for each in (mask, padding)):
+    dtypes = (torch.bool, asked.query.dtype, *(() if asked.need_weights else (torch.float32,)))
+    if any(each is not None and each.dtype not in dtypes for each in (mask, padding)):
         return UNTOUCHED
     if asked.is_causal and padding is None and not asked.need_weights:
         return None, True

@@ -15,7 +15,7 @@ from autoshard.cost.partitioner.context import Context
 from autoshard.cost.partitioner.ops.chained import is_annotated
 from autoshard.cost.partitioner.ops.contraction import is_transposed
 from autoshard.cost.partitioner.partitioned import OpRun
-from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.partitioner.tiling import Tiling, across_ones
 from autoshard.dtypes import FLOATS, dtype_bytes
 from autoshard.graph.groups import unscaled
 from autoshard.graph.ops import Graph, Op, Value
@@ -118,18 +118,10 @@ class _Summing:
         if turn.kind == "transpose" and self._sinks(self.graph.ops[turn.operands[0].op]):
             places = turn.attrs["permutation"]
             chain[turn.operands[0]] = tuple(split[places.index(dim)] for dim in range(len(split)))
-        elif turn.kind == "reshape" and (squeezed := self._squeezed(turn, split)) is not None:
-            chain[turn.operands[0]] = squeezed
+        elif turn.kind == "reshape":
+            before = across_ones(split, turn.results[0].shape, self.graph.type_of(turn.operands[0]).shape)
+            chain |= {} if before is None else {turn.operands[0]: before}
         return chain
-
-    def _squeezed(self, op: Op, split: Tiling) -> Tiling | None:
-        """How the operand of a reshape that adds or drops dims of size 1 is split."""
-        before, after = self.graph.type_of(op.operands[0]).shape, op.results[0].shape
-        kept = [axes for axes, size in zip(split, after, strict=True) if size > 1]
-        if [size for size in before if size > 1] != [size for size in after if size > 1]:
-            return None
-        of_kept = iter(kept)
-        return tuple(next(of_kept) if size > 1 else () for size in before)
 
     def _sinks(self, maker: Op) -> bool:
         """Whether a transpose of what an op makes is part of that op: of a product, or a gradient of a kernel."""
