@@ -87,8 +87,8 @@ def plan(
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
         keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
             plan: `all`; `io`, none inside the program; `none`.
-        time_limit: of the solver, in seconds; each of several mesh shapes gets a quarter, and the best is solved again.
-            An interrupt ends it with the incumbent, if there is one.
+        time_limit: of the solver, in CPU seconds; each of several mesh shapes gets a quarter, and the best is solved
+            again. An interrupt ends it with the incumbent, if there is one.
         seed, fold, backend: of the solver, `backend` of its integer programs; `fold` has no effect.
         frontend: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
         annotations: `all` pins every output of every aten op; `least` only those that propagation would not choose.

@@ -154,7 +154,7 @@ class OneMesh:
 
     def settings(self, limit: float | None) -> Settings:
         """Solver settings; the bound under a tightened limit is not one of the plan asked for."""
-        options, deadline = self.options, time.perf_counter() + self.seconds
+        options, deadline = self.options, time.process_time() + self.seconds
         goal = self.goal if limit is None or limit == self.memory else math.inf
         return Settings(deadline, options.seed, options.backend, goal)
 
@@ -201,16 +201,16 @@ class OneMesh:
         Args:
             share: of collectives of weights that takes no time.
         """
-        began = time.perf_counter()
+        began = time.process_time()
         found = self._chosen(formulation, settings, share, start)
-        latest = settings.deadline - (time.perf_counter() - began)
+        latest = settings.deadline - (time.process_time() - began)
         for _ in range(REPRICED):
             assert found.solver is not None
             assert found.decision is not None
             objective, prediction = found.solver.objective, found.prediction
             serial = objective + share * _hideable(formulation, found)
             step = prediction.step_time_s
-            if abs(step - serial) <= AGREE * step or time.perf_counter() > latest:
+            if abs(step - serial) <= AGREE * step or time.process_time() > latest:
                 break
             kernels = formulation.kernel_seconds(found.decision.solution.choice)
             rates = _rate(prediction.compute_s, kernels), _rate(prediction.communication_s, serial - kernels)

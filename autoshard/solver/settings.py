@@ -19,7 +19,8 @@ class Settings:
     """Limits and options of the solver.
 
     Attributes:
-        deadline: on the clock of `time.perf_counter`; every solve has `LEAST_TIME_S` at least.
+        deadline: on the clock of `time.process_time`, so that a busy machine finds the same plan; every solve has
+            `LEAST_TIME_S` at least.
         seed, backend: as for `solve`.
         goal: objective, in seconds of a step, that the plan must undercut.
     """
@@ -35,7 +36,7 @@ class Settings:
         Raises:
             GoalOutOfReachError: the bound proves that no choice undercuts the goal.
         """
-        left = max(LEAST_TIME_S, self.deadline - time.perf_counter())
+        left = max(LEAST_TIME_S, self.deadline - time.process_time())
         return solve(
             problem,
             time_limit=left,

@@ -143,7 +143,7 @@ def test_a_plan_without_gathers_may_move_parts_otherwise() -> None:
 
     def chosen(gathers: bool, fixed: dict[Value, Spec]) -> Decision:
         formulation = formulate(graph, mesh, load_device("tpu-v5e"), gathers=gathers)
-        return decide(formulation.fixed({first: BATCH, **fixed}), mesh, Settings(time.perf_counter() + 60.0))
+        return decide(formulation.fixed({first: BATCH, **fixed}), mesh, Settings(time.process_time() + 60.0))
 
     columns = ((), BOTH, (), ())
     moved = chosen(False, {images: columns})  # from channels to images, all to all
