@@ -14,6 +14,7 @@ from autoshard.cost.compiler.experts import stages
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops
 from autoshard.cost.machine.targets import CAPABILITIES, Capabilities
+from autoshard.cost.machine.tiles import reshapes_in_place
 from autoshard.cost.partitioner.partitioned import Attention, Move, OpRun, Partitioned
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
@@ -196,6 +197,7 @@ class _Lowering:
         self.moved: dict[Hashable, int] = {}
         self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
         self.factors: dict[int, list[int | None]] = {}  # dot -> its operands
+        self.converted: set[Value] = set()  # by the copy that they read
         self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those merged into it
         self.free = free_ops(graph)
         self.folded = fold(graph)
@@ -269,7 +271,7 @@ class _Lowering:
             self._barrier(number, results, reads)
             return
         same = self.folded.same.get(results[0])
-        place = op.operands.index(same) if same in op.operands else None
+        place = op.operands.index(same) if same in op.operands else 0 if results[0] in self.converted else None
         if not own and (op.kind in VIEWS or place is not None):
             for i, value in enumerate(results):
                 source = i if place is None else place
@@ -527,11 +529,28 @@ class _Lowering:
         """The array of a bitcast: its operand's, or a dynamic-slice of that where each device keeps a shard."""
         if source is None:
             return None
-        size = self._size(value, self.shardings.made[value])
-        if self.arrays[source].bytes <= size or value in self.partitioned.unsummed:
+        kind, before = self.graph.type_of(value), self.arrays[source]
+        after = self.shardings.subaxes.shard(kind.shape, self.shardings.made[value])
+        size = math.prod(after) * dtype_bytes(kind.dtype)
+        if value in self.partitioned.unsummed:
             return source
+        if before.bytes > size:
+            array = self._array(value, -1)
+            self._step(SLICE, op, (source,), (array,))
+            return array
+        tiled = self.compiler.lays_out_in_tiles and self.graph.ops[op].kind == "reshape" and before.bytes == size
+        if tiled and before.shape is not None and not reshapes_in_place(before.shape, after):
+            return self._retiled(value, source, op)
+        return source
+
+    def _retiled(self, value: Value, source: int, op: int) -> int:
+        """A copy in other tiles; converted on the way, if a conversion alone reads it (`ReshapeMover`)."""
+        readers = self.graph.readers(value)
+        if len(readers) == 1 and readers[0].kind == "convert":
+            value = Value(readers[0].id)
+            self.converted.add(value)
         array = self._array(value, -1)
-        self._step(SLICE, op, (source,), (array,))
+        self._step("reshape", op, (source,), (array,))
         return array
 
     def _size(self, value: Value, tiling: Tiling) -> int:

@@ -46,6 +46,7 @@ class Capabilities:
     regathers: bool = False  # for every user, except for nearby users (`ScheduleAwareCollectiveOpsCSE`)
     gathers_arguments_first: bool = False  # at the start of the step
     fuses_slices: bool = False  # into products that read them
+    lays_out_in_tiles: bool = False  # a reshape that no tiles keep is a copy
     fuses_no_gathers: bool = False  # of rows into sums that read them
     delays_gradients: bool = False  # of weights, while the backward pass goes on
     copies_inputs_on_chip: bool = False  # whole, even if a device reads only a slice
@@ -90,6 +91,7 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
         gathers_dims_at_once=True,
         regathers=True,
         fuses_slices=True,
+        lays_out_in_tiles=True,
         fuses_no_gathers=True,
         copies_inputs_on_chip=True,
         aborts_on_padded_scatters=True,

@@ -205,7 +205,7 @@ class TpuFusion(Fusion):
 
     def _extendable(self, step: Step) -> Iterator[int]:
         """The steps whose kernels `step` could extend: producers of operands without other users, last one first."""
-        if len(step.writes) != 1 or not (step.kind in ELEMENTWISE or step.kind in ("reshape", "transpose")):
+        if len(step.writes) != 1 or not (step.kind in ELEMENTWISE or step.kind == "transpose"):
             return
         if self._converts_bf16(step) and len(self.arrays[step.writes[0]].readers) > 1:
             return
@@ -229,10 +229,10 @@ class TpuFusion(Fusion):
         return super().absorbs(step) or step.kind in CONTRACTIONS
 
     def inlined(self, step: Step) -> bool:
-        """Kinds whose result elements depend on few operand elements each, without gathers."""
+        """Kinds whose result elements depend on few operand elements each, in the same tiles; no gathers."""
         if step.kind == "broadcast_in_dim" and (self.arrays[step.writes[0]].strips or enlarges(self.program, step)):
             return False
-        return step.kind in LOOPS and step.kind not in ("gather", "dynamic_update_slice")
+        return step.kind in LOOPS and step.kind not in ("gather", "dynamic_update_slice", "reshape")
 
     def takes(self, reader: int, number: int) -> bool:
         """Also in the middle of a contraction's kernel; a dynamic-slice reads materialised arrays with other users."""

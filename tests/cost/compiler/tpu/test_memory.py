@@ -10,7 +10,9 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
+import autoshard
 from autoshard.cost.predict import Prediction
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.ops import Graph, Value
@@ -191,3 +193,27 @@ def test_what_a_part_is_taken_of_is_kept(target: str) -> None:
     assert ("bf16", 16384) in made
     product = next(k for k in predicted.compiled.kernels if any(program.steps[s].op == found[4].op for s in k.steps))
     assert {program.arrays[array].dtype for array in product.reads} == {"f32"}
+
+
+class Shifted(torch.nn.Module):
+    """Tokens predicted from those before, as losses are often written: the last position's logits are cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(256, 262144, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(x)[:, :-1].flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def test_logits_without_the_last_position_are_copied_to_be_flattened() -> None:
+    """511 positions make no whole tiles: libtpu stores the logits, and their f32 copy."""
+    inputs = (torch.randn(8, 512, 256, dtype=torch.bfloat16), torch.randint(0, 262144, (8, 512)))
+    program = autoshard.capture(
+        Shifted().bfloat16(), inputs, loss_fn=lambda loss: loss, optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
+    )
+    graph = build_graph(program)
+    plan = autoshard.plan_program(program, MESH, hints={"head.weight": [("data", "model"), ()], "x": ((), (), ())})
+    predicted, compiled = both(graph, plan.annotations(graph), "tpu-v5e", "tpu-v5e:2x4")
+    assert predicted.peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.15)
