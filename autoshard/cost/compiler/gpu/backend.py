@@ -104,9 +104,7 @@ class GpuFusion(Fusion):
         if step.kind in ("slice", SLICE) or self._centres(step):
             return False
         array = self.arrays[step.writes[0]]
-        sizes = [(self.arrays[operand].bytes, self.little.get(operand)) for operand in dict.fromkeys(step.reads)]
-        small = [of for _, of in sizes if of is not None]
-        read = sum(small) if len(small) == len(sizes) else sum(size for size, _ in sizes)
+        read = sum(self.little.get(operand, self.arrays[operand].bytes) for operand in dict.fromkeys(step.reads))
         return kernels * read > read + array.bytes + kernels * array.bytes
 
     def _broadcasts(self) -> dict[int, int]:

@@ -1,0 +1,37 @@
+"""What losses store on GPUs, against XLA's GPU compiler."""
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import manual
+from autoshard.cost.predict import predict
+from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate, donated
+from autoshard.stablehlo.reader import build_graph
+from autoshard.verify.compile import compile_module
+
+pytest.importorskip("jax_plugins.xla_cuda12")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_centred_logits_are_computed_in_each_kernel_that_reads_them(smoothing: float) -> None:
+    """Smoothed labels make a fourth kernel of them; logits of bf16 less a maximum read as much as they return."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(256, 32768, bias=False)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.head(x).float(), labels, label_smoothing=smoothing)
+
+    inputs = (torch.randn(4096, 256, dtype=torch.bfloat16), torch.randint(0, 32768, (4096,)))
+    program = autoshard.capture(
+        Net().bfloat16(), inputs, loss_fn=lambda loss: loss, optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
+    )
+    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
+    annotations = manual.PLANS["dp"](graph, mesh)
+    module = annotate(program, graph, annotations, mesh)
+    compiled = compile_module(module, "h100:8", donate=donated(program))
+    assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
