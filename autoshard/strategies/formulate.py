@@ -55,9 +55,10 @@ from autoshard.strategies.space import (
 Matrix = npt.NDArray[np.float64]
 SMALL_SUMS = 0.01
 """Fraction of the memory limit up to which partial sums that are reduce-scattered do not count."""
-FED = 1e-6
-"""Cost of a floating-point input's shard, in readings of it from device memory. It decides ties alone: a loader feeds
-inputs beside the step. Integers (ids, labels) cost nothing: a sum over split labels takes an all-reduce."""
+UNREAD = 1e-6
+"""Cost of a shard that no kernel reads, in readings of it from device memory. It decides ties alone: a floating-point
+input, that a loader feeds beside the step, and results of what runs in their users' kernels. Integers (ids, labels)
+cost nothing: a sum over split labels takes an all-reduce."""
 SUMMED = CONTRACTIONS | {"scatter"}
 """Kinds whose result is a partial sum if the contracted or reduced dim is split."""
 
@@ -372,7 +373,7 @@ class _Builder:
             value = Value(op_id)
             found[value] = Specs(choices, np.arange(len(choices), dtype=np.int32))
             self.made[value] = (len(self.node_costs), found[value])
-            fed = FED * self._bytes(value, choices) / self.device.reachable_bandwidth
+            fed = UNREAD * self._bytes(value, choices) / self.device.reachable_bandwidth
             self._node(fed if value in self.inputs and not even else np.zeros(len(choices)), argument.name)
         return found
 
@@ -396,7 +397,8 @@ class _Builder:
                     self.allowed,
                 )
                 kernels = self.prices.kernels(group, ways)
-                self._by_shape[key] = ways, kernels, kernels + self.prices.collectives(group, ways)
+                costs = kernels + self.prices.collectives(group, ways)
+                self._by_shape[key] = ways, kernels, costs if kernels.any() else costs + self._fused(group, ways)
             ways, kernels, costs = self._by_shape[key]
             found.append(ways)
             node = self._node(self._in_a_step(group, ways, costs), self._name(group))
@@ -406,6 +408,14 @@ class _Builder:
                 self.gradients[node] = np.array(sums)
             for value, specs in zip(group.outputs, ways.outputs, strict=True):
                 self.made[value] = (node, specs)
+        return found
+
+    def _fused(self, group: Group, ways: Strategies) -> Matrix:
+        """What decides between ties where every user of a group runs its kernels again: shards of its results."""
+        found = np.zeros(len(ways))
+        for value, specs in zip(group.outputs, ways.outputs, strict=True):
+            if self.graph.type_of(value).dtype in FLOATS:
+                found += UNREAD * self._bytes(value, specs.choices)[specs.index] / self.device.reachable_bandwidth
         return found
 
     def _in_a_step(self, group: Group, ways: Strategies, costs: Matrix) -> Matrix:

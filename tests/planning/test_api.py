@@ -309,3 +309,37 @@ def test_the_head_of_a_decoding_step_reads_no_slice_of_a_whole_table() -> None:
     found = autoshard.plan_program(step, Mesh((2, 4), device="h100:8"), rivals=False)
     assert found.parameters["table.weight"].spec != ((), ())
     assert found.predicted.step_time_s == pytest.approx(found.solver.objective, rel=0.2)
+
+
+def test_rows_that_a_kernel_gathers_again_are_split_like_their_users():
+    """Messages along edges: gathered gradients cost nothing by themselves, whole or split; whole they are moved."""
+    nodes, edges, width = 16384, 131072, 512
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out = torch.nn.Linear(128, width), torch.nn.Linear(width, 47)
+            self.messages = torch.nn.ModuleList(torch.nn.Linear(2 * width, width) for _ in range(2))
+            self.updates = torch.nn.ModuleList(torch.nn.GRUCell(width, width) for _ in range(2))
+
+        def forward(self, x, ends):
+            h, (source, target) = torch.relu(self.into(x)), ends
+            for message, update in zip(self.messages, self.updates, strict=True):
+                sent = torch.relu(message(torch.cat([h[source], h[target]], 1)))
+                ones = torch.ones_like(target, dtype=h.dtype)
+                degree = torch.zeros_like(h[:, 0]).index_add(0, target, ones).clamp(min=1)
+                h = update(torch.zeros_like(h).index_add(0, target, sent) / degree[:, None], h)
+            return self.out(h)
+
+    ends = torch.randint(0, nodes, (2, edges))
+    inputs = (torch.randn(nodes, 128, dtype=torch.bfloat16), ends, torch.randint(0, 47, (nodes,)))
+    found = autoshard.plan(
+        Net().bfloat16(),
+        inputs,
+        loss_fn=lambda logits, labels: torch.nn.functional.cross_entropy(logits.float(), labels),
+        optimizer=lambda own: torch.optim.AdamW(own),
+        mesh="2x4",
+        device="h100:8",
+    )
+    gathered = [each.bytes for each in found.predicted.collectives if each.kind == "all-gather"]
+    assert max(gathered) < edges * width * 2

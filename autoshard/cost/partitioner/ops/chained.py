@@ -3,12 +3,14 @@
 A scatter-add into zeros whose result is added to another value scatters into that value instead; two scatters in a row
 with the same dimension numbers become one, with concatenated indices and updates. So a table that encoder and decoder
 share needs one all-reduce of its gradient, and the gradient of a head tied to the embedding is gathered as the
-scatter's operand unless a cheaper way keeps it sharded. Seen on GPU and TPU (T5). Scatters with annotated results stay;
-their all-reduce and that of the other term merge as those of any two terms do.
+scatter's operand unless a cheaper way keeps it sharded. Seen on GPU and TPU (T5), where the updates of both are fewer
+elements than the table. Scatters with annotated results stay; their all-reduce and that of the other term merge as
+those of any two terms do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -94,7 +96,9 @@ def _merge(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None
         (first,), (second,) = sums
         if (first.kind, first.axes, first.bytes) == (second.kind, second.axes, second.bytes):
             runs[before.id] = replace(runs[before.id], collectives=runs[before.id].collectives[:-1])
-    if is_annotated(context, before) or is_annotated(context, scatter):
+    updates = sum(math.prod(context.graph.type_of(op.operands[2]).shape) for op in (before, scatter))
+    small = updates < math.prod(scatter.results[0].shape)
+    if not small or is_annotated(context, before) or is_annotated(context, scatter):
         return
     context.joined[before.id] = scatter.id
     steps = [
