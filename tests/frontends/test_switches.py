@@ -92,6 +92,12 @@ def set_number(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def written_then_converted(z: torch.Tensor) -> torch.Tensor:
+    rows = (z * 1)[:, :-1].reshape(-1, V)
+    rows.mul_(2)
+    return rows.double().sum(0)
+
+
 def set_rows(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     y = x * 2
     y[y.sum(-1) > 0] = row
@@ -200,6 +206,13 @@ CASES: dict[str, Case] = {
     "smoothed cross entropy": (
         lambda z: F.cross_entropy(z.view(-1, V), LABELS.to(z.device).view(-1), label_smoothing=0.1), (logits,),
     ),
+    "smoothed cross entropy ignoring a class": (
+        lambda z: F.cross_entropy(z[0], IDS[0].to(z.device), ignore_index=3, label_smoothing=0.2), (logits,),
+    ),
+    "cross entropy of converted rows": (
+        lambda z: F.cross_entropy(z[:, :-1].flatten(0, 1).double(), LABELS[:, 1:].to(z.device).flatten()), (logits,),
+    ),
+    "rows written to, then converted": (written_then_converted, (logits,)),
     "embedding": (lambda t: F.embedding(IDS.to(t.device), t), (table,)),
     "bags": (lambda t: F.embedding_bag(IDS.to(t.device), t, mode="sum"), (table,)),
     "weighted bags": (
@@ -613,3 +626,16 @@ def test_counts_between_bounds_are_captured(frontend: str) -> None:
 
     program = autoshard.capture(Counts(), torch.zeros(32), frontend=frontend)
     assert [output.type.shape for output in program.outputs] == [(8,)]
+
+
+def test_logits_that_are_flattened_and_then_converted_keep_batch_and_positions_apart() -> None:
+    """As losses are often written; transformers converts first."""
+
+    def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        flat = scores[:, :-1].reshape(-1, scores.shape[-1]).float()
+        return F.cross_entropy(flat, labels[:, 1:].reshape(-1), label_smoothing=0.1)
+
+    rows, ids = torch.empty(3, 7, 16, dtype=torch.bfloat16), torch.empty(3, 7, dtype=torch.int64)
+    head = nn.Linear(16, 50, dtype=torch.bfloat16)
+    program = capture(head, (rows, ids), loss_fn=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert not float_reshapes(program.stablehlo)

@@ -11,7 +11,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `attention:KIND` | `F.scaled_dot_product_attention`, kept as one op (`attention/form.py`) where that kind of device, or platform (`tpu`, `gpu`), has a fused kernel for it; on where a program is captured for a TPU or GPU | written out it stores a score for each query and key |
 | `experts` | transformers' mixtures of experts, kept as one op (`experts/form.py`) where they have its form; on where a program is captured for a TPU or GPU | written out, `batched_mm` gathers each token's weights; its other implementations loop over what they find |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
-| `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits | the loss flattens batch and sequence |
+| `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits; conversions of flattened tensors before these are flattened | the loss flattens batch and sequence; on a TPU positions that make no whole tiles are copied for it |
 | `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
 | `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
 | `groups` | convolutions of groups with several features each, transposed ones of groups, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads, and end the process on gradients of transposed ones |
@@ -124,6 +124,8 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func in _FLATTENS:
             return _remember_flattened(func, args, kwargs)
+        if func in _CONVERTS and F.cross_entropy in self.handlers:
+            return _converted(func, args, kwargs)
         if func in (torch.Tensor.backward, torch.autograd.backward):  # checkpoints recompute in here
             with self:
                 return _backward(*args, **kwargs)
@@ -369,19 +371,33 @@ for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, 
 _FLATTENS = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten})
 
 
+_CONVERTS = frozenset(
+    {torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.long}
+) | {torch.Tensor.to, torch.Tensor.type}
+
+
 def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a view; if it merges leading dims of an XLA tensor, its result remembers the base."""
     out, source = func(*args, **kwargs), args[0] if args else None
     if isinstance(source, torch.Tensor) and on_xla(out) and out.dim() in (1, 2) and out.dim() < source.dim():
         kept = source.shape[-1:] if out.dim() == 2 else ()
         if out.shape[1:] == kept and out.shape[0] == math.prod(source.shape[: source.dim() - len(kept)]):
-            out._autoshard_unflattened = source
+            out._autoshard_unflattened = source, source._version, out._version
     return out
 
 
 def _unflattened(x: torch.Tensor) -> torch.Tensor:
-    source: torch.Tensor = getattr(x, "_autoshard_unflattened", x)
-    return source
+    """The base of a flattened tensor, while neither has been written to."""
+    source, version, own = getattr(x, "_autoshard_unflattened", (x, x._version, x._version))
+    return source if (source._version, x._version) == (version, own) else x
+
+
+def _converted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a conversion, of a flattened tensor before it is flattened: the result remembers its base too."""
+    source = _unflattened(args[0])
+    if source is args[0]:
+        return func(*args, **kwargs)
+    return _remember_flattened(torch.Tensor.reshape, (func(source, *args[1:], **kwargs), args[0].shape), {})
 
 
 @replaces("cross_entropy", F.cross_entropy)
@@ -395,7 +411,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if weight is not None or label_smoothing or size_average is not None or reduce is not None:
+    if weight is not None or size_average is not None or reduce is not None:
         return UNTOUCHED
     if target.is_floating_point() or input.dim() != 2 or target.dim() != 1 or input.shape[0] != target.shape[0]:
         return UNTOUCHED
@@ -409,6 +425,9 @@ def _cross_entropy(
     if 0 <= ignore_index < logits.shape[-1]:
         hit = hit & counted.unsqueeze(-1)
     loss = -torch.where(hit, scores, 0.0).sum(-1)
+    if label_smoothing:
+        even = torch.where(counted, -scores.sum(-1), 0.0)
+        loss = (1.0 - label_smoothing) * loss + label_smoothing / logits.shape[-1] * even
     if reduction == "none":
         return loss.reshape(target.shape)
     if reduction == "sum":
