@@ -33,11 +33,6 @@ def taken_share(device: Device) -> float:
     return _COMMUNICATING / device.multiprocessors if device.multiprocessors > _COMMUNICATING else 0.0
 
 
-def overlaps(device: Device) -> bool:
-    """Whether the compiler of a device kind issues collectives asynchronously."""
-    return device.target != "cpu" and device.slop > 0
-
-
 def hides_sums(device: Device) -> bool:
     """Whether it issues sums asynchronously too: libtpu, by default, does not."""
     return device.target == "gpu"
@@ -60,7 +55,7 @@ def overlapped(
     device: Device,
 ) -> float:
     """Seconds of a step; never more than all of `compute` (by group) and `times` (by collective) in sequence."""
-    if not overlaps(device):
+    if not device.overlaps:
         return sum(compute) + sum(times)
     weights = made_of_parameters(graph)
     at: dict[int, list[int]] = {}
@@ -120,7 +115,7 @@ def as_scheduled(compiled: Compiled, kernels: Sequence[float], mesh: Mesh, devic
             now = max(now, *(due.get(array, 0.0) for array in kernel.reads))
         now += own
         serial += own
-    found = max(now, flown) if overlaps(device) else serial
+    found = max(now, flown) if device.overlaps else serial
     return found + taken_share(device) * max(0.0, serial - found)
 
 

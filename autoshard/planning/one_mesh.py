@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.overlap import overlaps, taken_share
+from autoshard.cost.overlap import taken_share
 from autoshard.cost.predict import predict
 from autoshard.graph.ops import Graph
 from autoshard.mesh import Mesh, Spec, format_spec
@@ -175,7 +175,7 @@ class OneMesh:
         device = load_device(self.mesh.device)
         if before is not None or self.others:
             formulation = formulation.at_prices(before.prices if before is not None else self.others[-1].prices)
-        share = HIDDEN * (1 - taken_share(device)) if overlaps(device) and not _unhidden(before) else 0.0
+        share = HIDDEN * (1 - taken_share(device)) if device.overlaps and not _unhidden(before) else 0.0
         found = self._repriced(formulation, settings, share)
         assert found.decision is not None
         proved = found.decision.solution.status is Status.OPTIMAL

@@ -107,3 +107,9 @@ def test_overlapped_is_between_compute_and_serial(step: Graph, device: str, name
         assert found.overlapped_s < found.step_time_s
     if name == "dp" and device == "tpu-v5e:2x4":
         assert found.overlapped_s == pytest.approx(found.step_time_s)
+
+
+def test_xla_overlaps_nothing_on_gpus_before_hopper() -> None:
+    assert load_device("h100").overlaps
+    assert not load_device("a100").overlaps
+    assert not load_device("h100+slop0").overlaps

@@ -34,6 +34,8 @@ ENVIRONMENT = "AUTOSHARD_DEVICES"
 SLOP, FULL_SLOP = "+slop", 95
 """What ends the name of a GPU kind for which XLA's latency hiding scheduler fills this percentage of the memory that
 arguments and results leave, and XLA's default. With less it hides less; with none it is off."""
+HOPPER = 9.0
+"""Compute capability from which on XLA hides latency (`SolLatencyEstimator::IsSupportedForModule`)."""
 
 
 class DeviceError(ValueError):
@@ -136,6 +138,11 @@ class Device:
     def kind(self) -> str:
         """The name without a topology, and without `+slop30`."""
         return self.name.partition(":")[0].partition(SLOP)[0]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its compiler issues collectives asynchronously; XLA's for GPUs does from Hopper on."""
+        return self.target != "cpu" and self.slop > 0 and not 0.0 < self.compute_capability < HOPPER
 
     @property
     def memory_limit(self) -> int | None:

@@ -28,7 +28,7 @@ def _counts(graph: Graph, op: Op) -> bool:
 
 
 def _is_cut(graph: Graph, op: Op) -> bool:
-    """Whether all results with users have one slice as user, all of the same first elements."""
+    """Whether all results with users have one slice as user, all of the same first elements, and not of all."""
     found = set()
     for place, kind in enumerate(op.results):
         value = Value(op.id, place)
@@ -43,4 +43,4 @@ def _is_cut(graph: Graph, op: Op) -> bool:
             if list(user.attrs["limit"]) != whole:
                 return False
             found.add(whole[op.attrs["dim"]])
-    return len(found) == 1
+    return len(found) == 1 and found != {op.results[0].shape[op.attrs["dim"]]}

@@ -44,8 +44,6 @@ SMALL = 1024
 PREALLOCATED, SCHEDULED = 0.75, 0.8
 """Parts of a GPU's memory: a kind's `usable_bytes`, and what the latency hiding scheduler counts on, of which it fills
 `Device.slop` percent beside arguments and results (`GetSchedulerMemoryLimit`)."""
-HOPPER = 9.0
-"""Compute capability from which on the scheduler runs (`SolLatencyEstimator::IsSupportedForModule`)."""
 SPLIT_K_SUM = "sum_of_parts"
 """The reduction after a split-K dot: it fuses as a producer."""
 
@@ -215,7 +213,7 @@ class GpuBackend(Backend):
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
         """See `latency.overlapped`: a collective holds its results from its start and its operands until its done."""
-        if not self.device.slop or 0.0 < self.device.compute_capability < HOPPER:
+        if not self.device.overlaps:
             return kernels, order
         moves = [kernel.kind in COLLECTIVES for kernel in kernels]
         sums = Sums(program)
