@@ -173,18 +173,13 @@ class EagerSteps:
                 made |= {("gradient", name): each.detach().clone() for name, each in graded if each is not None}
             yield {**made, **held(model, optimizer)}
 
-    def named_inputs(self, batch: Any) -> dict[str, Tensor]:
-        """The tensors of a batch, by name."""
-        split = split_inputs(self.source.model, batch, self.source.loss_fn)
-        found = {}
-        for name, value in input_names(self.source.model, split, self.source.loss_fn):
-            found.update({".".join(filter(None, (name, path))): leaf for path, leaf in named_leaves(value, "")})
-        return found
-
     def inputs(self, batch: Any, program: Program) -> dict[str, Tensor]:
-        """The inputs that are arguments of the program."""
-        found = self.named_inputs(batch)
-        return {name: found[name] for name in program.inputs if any(a.name == name for a in program.arguments)}
+        """The tensors of a batch that are arguments of the program, by the names that it has for them."""
+        split = split_inputs(self.source.model, batch, self.source.loss_fn)
+        given = input_names(self.source.model, split, self.source.loss_fn)
+        leaves = [leaf for name, value in given for _, leaf in named_leaves(value, "")]
+        arguments = {argument.name for argument in program.arguments}
+        return {name: leaf for name, leaf in zip(program.inputs, leaves, strict=True) if name in arguments}
 
     def of_program(self, program: Program, plan: Plan | None = None) -> Comparison:
         """Run the captured module on one device; with a plan, what `autoshard lower` writes, on those of its mesh."""

@@ -101,6 +101,22 @@ def test_a_right_program_is_equal(verified):
     assert run["unsplit"] == []
 
 
+def test_what_the_loss_takes_may_be_called_like_an_input(verified, tmp_path):
+    (tmp_path / "net.py").write_text("""
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, t):
+        return super().forward(t)
+
+def build():
+    batch = torch.zeros(8, 8), torch.zeros(8, 8)
+    return {"model": Net(8, 8), "inputs": batch, "loss_fn": lambda out, t: (out - t).square().mean()}
+""")
+    status, run = verified()
+    assert (status, run["status"]) == (0, "equal"), run
+
+
 def test_a_capture_that_loses_an_update_is_a_fault(verified):
     whole = front_end.capture
     status, run = verified(capture=lambda *given, **named: without_update(whole(*given, **named), "up.weight"))
