@@ -31,22 +31,20 @@ def _rows(size: int) -> int:
 
 
 def reshapes_in_place(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether some layout makes a reshape a bitcast: its lanes and sublanes are dims that stay, or of whole tiles.
+    """Whether some layout makes a reshape a bitcast: one dim stays as lanes, another as rows, or in whole tiles.
 
     Arrays of one dim lie in other tiles and are not looked at.
     """
     one, two = ([size for size in shape if size != 1] for shape in (before, after))
     if len(one) < 2 or len(two) < 2 or 0 in one:
         return True
-    minor: list[tuple[int, int]] = []  # the minor-most dims of each run of dims that becomes another run
-    start, other = 0, 0
+    stay = whole = start = other = 0  # runs of dims that are one dim on both sides; others whose minor-most fill tiles
     for end in range(1, len(one) + 1):
         for last in range(other + 1, len(two) + 1):
             if math.prod(one[start:end]) == math.prod(two[other:last]):
                 kept = end == start + 1 and last == other + 1
-                minor.append((LANES, LANES) if kept else (one[end - 1], two[last - 1]))
+                stay += kept
+                whole += not kept and not (one[end - 1] % ROWS or two[last - 1] % ROWS)
                 start, other = end, last
                 break
-    lanes = [not (a % LANES or b % LANES) for a, b in minor]
-    rows = [not (a % ROWS or b % ROWS) for a, b in minor]
-    return any(lane and sum(rows) - 1 > 0 for lane in lanes)
+    return stay > 1 or bool(stay and whole)
