@@ -372,8 +372,15 @@ _FLATTENS = frozenset({torch.Tensor.view, torch.Tensor.reshape, torch.reshape, t
 
 
 _CONVERTS = frozenset(
-    {torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.long}
-) | {torch.Tensor.to, torch.Tensor.type}
+    {
+        torch.Tensor.float,
+        torch.Tensor.double,
+        torch.Tensor.half,
+        torch.Tensor.bfloat16,
+        torch.Tensor.to,
+        torch.Tensor.type,
+    }
+)
 
 
 def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
@@ -394,10 +401,10 @@ def _unflattened(x: torch.Tensor) -> torch.Tensor:
 
 def _converted(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a conversion, of a flattened tensor before it is flattened: the result remembers its base too."""
-    source = _unflattened(args[0])
-    if source is args[0]:
+    rows = args[0]
+    if (source := _unflattened(rows)) is rows or (wide := func(source, *args[1:], **kwargs)) is source:
         return func(*args, **kwargs)
-    return _remember_flattened(torch.Tensor.reshape, (func(source, *args[1:], **kwargs), args[0].shape), {})
+    return _remember_flattened(torch.Tensor.reshape, (wide, rows.shape), {})
 
 
 @replaces("cross_entropy", F.cross_entropy)
