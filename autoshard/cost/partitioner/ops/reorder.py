@@ -39,16 +39,18 @@ def before_broadcast(
     """`AllGatherBroadcastReorder`, on GPU and TPU: a broadcast follows the all-gather of its operand.
 
     Along a dim that the broadcast adds, a GPU gathers nothing at all; a TPU gathers one copy of a vector per shard, but
-    only the operand itself if that has more dims (measured, libtpu 0.0.51).
+    only the operand itself if that has more dims (measured, libtpu 0.0.51). Of scalars nothing is exchanged.
     """
     if not context.compiler.gathers_before_broadcasts:
         return steps
     op = context.graph.ops[value.op]
     while op.kind == "broadcast_in_dim" and op.results[0] == context.graph.type_of(op.operands[0]):
         op = context.graph.ops[op.operands[0].op]
-    if op.kind != "broadcast_in_dim" or any(step[0] != "all-gather" for step in steps) or 0 in op.results[0].shape:
+    if op.kind != "broadcast_in_dim" or 0 in op.results[0].shape:
         return steps
     small, large = context.graph.type_of(op.operands[0]).shape, op.results[0].shape
+    if any(step[0] != "all-gather" for step in steps):
+        return steps if small else ()
     carried = {to for size, to in zip(small, op.attrs["dims"], strict=True) if size == large[to]}
     gathered = {dim for dim, (before, after) in enumerate(zip(source, target, strict=True)) if before != after}
     if gathered <= carried:
