@@ -175,6 +175,13 @@ CASES: dict[str, Case] = {
     "weight norm of the whole": (lambda s, t: torch._weight_norm(s, t, -1), (random(D, S), random(1, 1))),
     "numbers through a mask": (set_number, (x,)),
     "rows through a mask": (set_rows, (x, random(D))),
+    "numbers scattered through a mask": (lambda x, y: x.masked_scatter(y > 0, y * 2), (x, random(*x.shape))),
+    "rows scattered through a mask": (
+        lambda x, y: x.masked_scatter((x[..., :1] > 0).expand_as(x), y.reshape(-1, y.shape[-1])), (x, random(*x.shape)),
+    ),
+    "scattered through a mask in place": (
+        lambda x, y: (x * 1).masked_scatter_((y[..., :1] > 0).expand(x.shape), y), (x, random(*x.shape)),
+    ),
     "elu": (lambda x: F.elu(x, 0.7), (x,)),
     "elu in place": (lambda x: F.elu(x * 2, inplace=True), (x,)),
     "selu": (lambda x: F.selu(x * 4), (x,)),

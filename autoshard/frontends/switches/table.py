@@ -17,7 +17,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `groups` | convolutions of groups with several features each, transposed ones of groups, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads, and end the process on gradients of transposed ones |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
-| `index` | `x[mask] = value` as a choice | torch_xla would look for the true ones |
+| `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice | torch_xla would look for the true ones |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
 | `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist`, `torch.histc` between bounds | torch_xla has no lowering of them, or of their gradients; one looks at values |
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
@@ -124,6 +124,8 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if func in _FLATTENS:
             return _remember_flattened(func, args, kwargs)
+        if func in (torch.Tensor.expand, torch.Tensor.expand_as):
+            return _remember_expanded(func, args, kwargs)
         if func in _CONVERTS and F.cross_entropy in self.handlers:
             return _converted(func, args, kwargs)
         if func in (torch.Tensor.backward, torch.autograd.backward):  # checkpoints recompute in here
@@ -350,6 +352,8 @@ replaces("activation", F.selu, torch.selu)(exact.selu)
 replaces("activation", F.celu, torch.celu)(exact.celu)
 replaces("activation", F.rrelu, torch.rrelu)(exact.rrelu)
 replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
+replaces("index", torch.masked_scatter, torch.Tensor.masked_scatter)(exact.masked_scatter)
+replaces("index", torch.Tensor.masked_scatter_)(exact.masked_scatter_)
 for _truth in (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any):
     replaces("truth", _truth)(partial(exact.of_truth, _truth))
 replaces("losses", F.multi_margin_loss)(losses.multi_margin)
@@ -390,6 +394,14 @@ def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
         kept = source.shape[-1:] if out.dim() == 2 else ()
         if out.shape[1:] == kept and out.shape[0] == math.prod(source.shape[: source.dim() - len(kept)]):
             out._autoshard_unflattened = source, source._version, out._version
+    return out
+
+
+def _remember_expanded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an expansion; a mask of rows that is expanded along the last dim remembers itself."""
+    out, source = func(*args, **kwargs), args[0]
+    if out.dtype == torch.bool and on_xla(out) and source.dim() == out.dim() and source.shape[-1:] == (1,):
+        setattr(out, exact.EXPANDED, source)
     return out
 
 

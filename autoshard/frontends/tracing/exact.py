@@ -9,6 +9,9 @@ import torch
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 """Klambauer et al. 2017 (arXiv:1706.02515), section 2."""
 
+EXPANDED = "_autoshard_expanded"
+"""Attribute of an expanded mask: the mask of rows, whose last dim is 1."""
+
 
 def elu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
     """x, or alpha * (exp(x) - 1) where negative; torch_xla is right only in place."""
@@ -75,6 +78,31 @@ def masked_write(x: torch.Tensor, index: Any, value: Any) -> Any:
         return x
     x.copy_(torch.where(mask, value.to(x.dtype), x))
     return x
+
+
+def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
+    """`source`'s elements in place of those of `x` where a mask is true, in order; by rows for a mask of rows.
+
+    A false one gathers some element of `source`, which is not chosen. torch_xla's op has a shape that depends on data.
+
+    Args:
+        mask: broadcasts to `x`; one of rows was expanded along the last dim.
+        source: of the dtype of `x`, with at least as many elements as the mask has true ones.
+    """
+    if mask.dtype != torch.bool or x.dtype != source.dtype or not x.numel() or not source.numel():
+        return NotImplemented
+    of_rows = getattr(mask, EXPANDED, mask)
+    width = x.shape[-1] if of_rows is not mask and source.numel() % x.shape[-1] == 0 else 1
+    chosen = of_rows.expand(*x.shape[:-1], 1) if width > 1 else mask.expand(x.shape)
+    from_row = (chosen.flatten().long().cumsum(0) - 1).clamp(0, source.numel() // width - 1)
+    taken = source.reshape(-1, width).index_select(0, from_row).reshape(x.shape)
+    return torch.where(mask, taken, x)
+
+
+def masked_scatter_(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
+    """The same in place."""
+    made = masked_scatter(x, mask, source)
+    return made if made is NotImplemented else x.copy_(made)
 
 
 def is_mask(index: Any) -> bool:
