@@ -220,3 +220,12 @@ def test_branches_and_loops_that_depend_on_values_are_refused(function: Callable
     text = refusal(function)
     assert "torch.where" in text
     assert "test_refusals.py:" in text
+
+
+def test_a_count_is_refused_with_what_counts_instead():
+    class Net(nn.Linear):
+        def forward(self, x):
+            return torch.bincount(super().forward(x).argmax(-1), minlength=5)
+
+    with pytest.raises(CaptureError, match=r"aten.bincount.*F\.one_hot\(x, n\)\.sum\(0\)"):
+        capture(Net(4, 5), torch.empty(3, 4))

@@ -155,8 +155,12 @@ _WRITES_BY_INDEX = frozenset(
 def _shape_by_value(what: str, name: str, where: str, of: str) -> CaptureError:
     return CaptureError(
         f"{where} {what} ({_short(name)}){source()}. XLA needs every shape before it runs, and this one follows from "
-        f"{of}. Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
+        f"{of}. {_INSTEAD.get(name.removesuffix('.default'), _MASKED)}"
     )
+
+
+_MASKED = "Keep the whole tensor and mask it: torch.where(mask, a, b), or multiply by the mask."
+_INSTEAD = {"aten.bincount": "Count into as many places as there can be: F.one_hot(x, n).sum(0)."}
 
 
 def asks_for_data(message: str) -> bool:
