@@ -27,7 +27,7 @@ class Judged:
         collective_bytes: per device and step.
         memory_bytes: peak per device by the compiler's buffer assignment.
         overlapped_s: step time when async collectives overlap with the kernels scheduled between their start and done
-            (`schedule.py`); None where not computed.
+            (`schedule.py`), never more than one after the other; None where not computed.
     """
 
     communication_s: float
@@ -56,7 +56,8 @@ def judge(compiled: Compiled, mesh: Mesh, device: Device | None = None) -> Judge
     found = judged(
         compiled_collectives(module, mesh, family), compiled_work(module, family), mesh, kind, compiled.memory.peak
     )
-    return replace(found, overlapped_s=overlapped_seconds(module, mesh, kind, family))
+    overlapped = overlapped_seconds(module, mesh, kind, family)  # prices what crosses slices part by part
+    return replace(found, overlapped_s=min(overlapped, found.step_time_s))
 
 
 def judged(

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.machine.layout import device_order
-from autoshard.mesh import AxisGroup, Mesh
+from autoshard.mesh import AxisGroup, Mesh, part_of
 from autoshard.verify.compiled_collective import CompiledCollective
 from autoshard.verify.hlo_text import Computation, Instruction, Module, group_axes, pair_axes
 
@@ -142,11 +142,22 @@ def joined(found: Iterable[CompiledCollective], module: Module, mesh: Mesh) -> l
             after = by_name.get(_sink(module, computation, other.name)) if other is not None else None
             parts = _parts(between, before, after, cut)
             if parts:
-                axes = mesh.in_order(axis for part in (between, *parts) for axis in part.axes if isinstance(axis, str))
+                axes = _spanned(mesh, (between, parts[0]))
                 first = parts[0]
                 whole[send.name] = replace(first, kind=between.kind, axes=axes, count=between.count)
                 gone |= {part.name for part in parts}
     return [whole.get(each.name, each) for each in listed if each.name not in gone or each.name in whole]
+
+
+def _spanned(mesh: Mesh, parts: Iterable[CompiledCollective]) -> AxisGroup:
+    """The axes of collectives within and across slices together; an axis may lie on both sides."""
+    ways: dict[str, int] = {}
+    for axis in (axis for part in parts for axis in part.axes):
+        for name in (axis,) if isinstance(axis, str) else axis.axes:
+            ways[name] = ways.get(name, 1) * (mesh.axis_size(name) if isinstance(axis, str) else axis.size)
+    return tuple(
+        part_of(name, min(ways[name], mesh.axis_size(name)), mesh.axis_size(name)) for name in mesh.in_order(ways)
+    )
 
 
 def _parts(

@@ -59,6 +59,13 @@ def test_an_all_reduce_that_was_taken_apart_is_one():
     assert read(body, "ag") == [("all-reduce", ("data", "model"), 64 * 32 * 4)]
 
 
+@pytest.mark.parametrize(("shape", "axes"), [((4, 2), ("data", "model")), ((8, 1), ("data",))])
+def test_an_axis_within_and_across_slices_is_one(shape, axes):
+    mesh = Mesh(shape, ("data", "model"), "tpu-v5e:2x2:2slices")
+    body = SCATTER + transfer("r", "ALL_REDUCE", "b", "f32[8,8,8]", "f32[8,8,8]") + GATHER
+    assert read(body, "ag", mesh) == [("all-reduce", axes, 64 * 32 * 4)]
+
+
 def test_a_small_all_reduce_is_reduced_within_and_between_slices():
     inside = "\n  %ar = f32[64,32] all-reduce(%a), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add"
     body = inside + transfer("r", "ALL_REDUCE", "ar", "f32[64,32]", "f32[64,32]")
