@@ -176,10 +176,9 @@ def compare_compiled(
             names=names,
         ),
         prediction=prediction,
-        judged=dataclasses.replace(
-            judged(collectives, compiled_work(parsed, target.family), targeted, kind, compiled.memory.peak),
-            overlapped_s=overlapped_seconds(parsed, targeted, kind, target.family),
-        ),
+        judged=judged(
+            collectives, compiled_work(parsed, target.family), targeted, kind, compiled.memory.peak
+        ).scheduled(overlapped_seconds(parsed, targeted, kind, target.family)),
         memory_bytes=compiled.memory.peak,
         rematerializations=compiled.rematerializations,
         wrong_sums=wrong_sums(graph, annotations, targeted),

@@ -43,6 +43,10 @@ class Judged:
         """Serial step time in seconds."""
         return self.communication_s + self.compute_s
 
+    def scheduled(self, overlapped_s: float) -> Judged:
+        """With the compiler's schedule, which prices what crosses TPU slices part by part, and may be too long so."""
+        return replace(self, overlapped_s=min(overlapped_s, self.step_time_s))
+
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {"step_time_s": self.step_time_s, **asdict(self)}
@@ -56,8 +60,7 @@ def judge(compiled: Compiled, mesh: Mesh, device: Device | None = None) -> Judge
     found = judged(
         compiled_collectives(module, mesh, family), compiled_work(module, family), mesh, kind, compiled.memory.peak
     )
-    overlapped = overlapped_seconds(module, mesh, kind, family)  # prices what crosses slices part by part
-    return replace(found, overlapped_s=min(overlapped, found.step_time_s))
+    return found.scheduled(overlapped_seconds(module, mesh, kind, family))
 
 
 def judged(
