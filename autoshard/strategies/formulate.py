@@ -57,7 +57,7 @@ SMALL_SUMS = 0.01
 """Fraction of the memory limit up to which partial sums that are reduce-scattered do not count."""
 UNREAD = 1e-6
 """Cost of a shard that no kernel reads, in readings of it from device memory. It decides ties alone: a floating-point
-input, that a loader feeds beside the step, and results of what runs in their users' kernels. Integers (ids, labels)
+input, that a loader feeds beside the step, and gathered rows that each of their users gathers. Integers (ids, labels)
 cost nothing: a sum over split labels takes an all-reduce."""
 SUMMED = CONTRACTIONS | {"scatter"}
 """Kinds whose result is a partial sum if the contracted or reduced dim is split."""
@@ -411,8 +411,10 @@ class _Builder:
         return found
 
     def _fused(self, group: Group, ways: Strategies) -> Matrix:
-        """What decides between ties where every user of a group runs its kernels again: shards of its results."""
+        """What decides between ties where every user of a gather runs it again: shards of its result."""
         found = np.zeros(len(ways))
+        if all(self.graph.ops[op].kind != "gather" for op in group.ops):
+            return found
         for value, specs in zip(group.outputs, ways.outputs, strict=True):
             if self.graph.type_of(value).dtype in FLOATS:
                 found += UNREAD * self._bytes(value, specs.choices)[specs.index] / self.device.reachable_bandwidth
