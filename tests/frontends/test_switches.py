@@ -98,6 +98,13 @@ def written_then_converted(z: torch.Tensor) -> torch.Tensor:
     return rows.double().sum(0)
 
 
+def hooked_then_converted(z: torch.Tensor) -> torch.Tensor:
+    rows = z.view(-1, V)
+    rows.register_hook(lambda gradient: 2 * gradient)
+    assert isinstance(rows.type(), str)
+    return rows.double().square().sum(0)
+
+
 def set_rows(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     y = x * 2
     y[y.sum(-1) > 0] = row
@@ -220,6 +227,7 @@ CASES: dict[str, Case] = {
         lambda z: F.cross_entropy(z[:, :-1].flatten(0, 1).double(), LABELS[:, 1:].to(z.device).flatten()), (logits,),
     ),
     "rows written to, then converted": (written_then_converted, (logits,)),
+    "rows with a hook, then converted": (hooked_then_converted, (logits,)),
     "embedding": (lambda t: F.embedding(IDS.to(t.device), t), (table,)),
     "bags": (lambda t: F.embedding_bag(IDS.to(t.device), t, mode="sum"), (table,)),
     "weighted bags": (

@@ -406,9 +406,10 @@ def _remember_expanded(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unflattened(x: torch.Tensor) -> torch.Tensor:
-    """The base of a flattened tensor, while neither has been written to."""
+    """The base of a flattened tensor, while neither has been written to and no one reads its own gradient."""
     source, version, own = getattr(x, "_autoshard_unflattened", (x, x._version, x._version))
-    return source if (source._version, x._version) == (version, own) else x
+    watched = x.retains_grad or x._backward_hooks
+    return source if (source._version, x._version) == (version, own) and not watched else x
 
 
 def _converted(func: Any, args: Any, kwargs: Any) -> Any:
@@ -416,6 +417,8 @@ def _converted(func: Any, args: Any, kwargs: Any) -> Any:
     rows = args[0]
     if (source := _unflattened(rows)) is rows or (wide := func(source, *args[1:], **kwargs)) is source:
         return func(*args, **kwargs)
+    if not isinstance(wide, torch.Tensor):  # the name of a type
+        return wide
     return _remember_flattened(torch.Tensor.reshape, (wide, rows.shape), {})
 
 
