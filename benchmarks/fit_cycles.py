@@ -138,7 +138,9 @@ class Table:
     def predicted(self, of: Constants, device: Device) -> Array:
         """Cycles under the model."""
         away = away_share(self.registers, self.moved)
-        products = product_cycles(np.array([*self.products[:8], away]), of, device)
+        _, m, n, _, taps, *_, convolution = self.products
+        vector = (convolution == 0) & (taps == 0) & (np.minimum(m, n) == 1)
+        products = product_cycles(np.array([*self.products[:8], away, vector]), of, device)
         return kernel_cycles(products, self.products[7], self.registers, self.moved, of, device)
 
     def weights(self) -> Array:

@@ -83,7 +83,9 @@ class Products:
 
     def sizes(self, away: float) -> tuple[float, ...]:
         """As `product_cycles` reads them; `away`: the part of what the kernel reads and writes in device memory."""
-        return self.batch, self.m, self.n, self.k, self.taps, self.tiles, self.wide, float(self.narrow), away
+        of_vector = not self.convolution and self.taps == 0 and min(self.m, self.n) == 1
+        narrow, vector = float(self.narrow), float(of_vector)
+        return self.batch, self.m, self.n, self.k, self.taps, self.tiles, self.wide, narrow, away, vector
 
     @property
     def least_bytes(self) -> float:
@@ -195,9 +197,9 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
     """Cycles of products, without their traffic, [products].
 
     Args:
-        sizes: [9, products]: `Products.sizes` of each.
+        sizes: [10, products]: `Products.sizes` of each.
     """
-    batch, m, n, k, taps, tiles, wide, narrow, away = sizes
+    batch, m, n, k, taps, tiles, wide, narrow, away, vector = sizes
     lanes = constants.lanes
     rate = device.peak_flops("bf16") / device.clock / 2 / TILE
     times = np.where(taps > 0, taps, 1.0)
@@ -218,7 +220,7 @@ def product_cycles(sizes: Array, constants: Constants, device: Device) -> Array:
         )
 
     passed = np.where(taps > 0, turned(m, n), np.minimum(turned(m, n), turned(n, m)))
-    passed = np.where((taps == 0) & (np.minimum(m, n) == 1), _of_a_vector(m * n * k, wide, constants), passed)
+    passed = np.where(vector > 0, _of_a_vector(m * n * k, wide, constants), passed)
     return np.asarray(batch * (passed + tiles * constants.vector[CLASSES.index("tiles")]))
 
 
