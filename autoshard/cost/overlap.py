@@ -1,11 +1,11 @@
 """Step time when collectives run beside kernels.
 
-On GPUs, those that run between start and done in the modelled schedule (`compiler/latency.py`); they take
-multiprocessors from the kernels beside them. On TPUs gathers of what is made of parameters alone run ahead, one after
-the other in the order of their use; a kernel waits for those that it reads. libtpu, by default, issues sums in line.
-Permutes of a windowed einsum run beside its product (Wang et al., "Overlap Communication with Dependent Computation via
-Decomposition", ASPLOS 2023); every other collective, alone. A CPU's compiler issues none asynchronously. PyTorch's
-runtime gathers parameters ahead and sums gradients behind, in the order of its kernels.
+On GPUs from Hopper on, those that run between start and done in the modelled schedule (`compiler/latency.py`); they
+take multiprocessors from the kernels beside them. On TPUs gathers of what is made of parameters alone run ahead, one
+after the other in the order of their use; a kernel waits for those that it reads. libtpu, by default, issues sums in
+line. Permutes of a windowed einsum run beside its product (Wang et al., "Overlap Communication with Dependent
+Computation via Decomposition", ASPLOS 2023); every other collective, alone. A CPU's compiler issues none
+asynchronously. PyTorch's runtime gathers parameters ahead and sums gradients behind, in the order of its kernels.
 """
 
 from __future__ import annotations

@@ -398,7 +398,8 @@ class _Builder:
                 )
                 kernels = self.prices.kernels(group, ways)
                 costs = kernels + self.prices.collectives(group, ways)
-                self._by_shape[key] = ways, kernels, costs if kernels.any() else costs + self._fused(group, ways)
+                costs = costs if kernels.any() else costs + self._gathered_again(group, ways)
+                self._by_shape[key] = ways, kernels, costs
             ways, kernels, costs = self._by_shape[key]
             found.append(ways)
             node = self._node(self._in_a_step(group, ways, costs), self._name(group))
@@ -410,8 +411,8 @@ class _Builder:
                 self.made[value] = (node, specs)
         return found
 
-    def _fused(self, group: Group, ways: Strategies) -> Matrix:
-        """What decides between ties where every user of a gather runs it again: shards of its result."""
+    def _gathered_again(self, group: Group, ways: Strategies) -> Matrix:
+        """What decides ties between strategies of a gather that every user runs again: the shard of its result."""
         found = np.zeros(len(ways))
         if all(self.graph.ops[op].kind != "gather" for op in group.ops):
             return found

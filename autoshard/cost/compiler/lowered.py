@@ -1,7 +1,8 @@
 """One device's program after partitioning, before fusion: arrays (shards), and the steps that produce them.
 
 Input of the backends. Reshards are steps: a chain of collectives, or a dynamic-slice. Reshapes, barriers and no-ops
-share their operand's array (bitcasts); constant expressions have no array and are computed in their users.
+share their operand's array (bitcasts), but for reshapes that no tiles of a TPU keep; constant expressions have no array
+and are computed in their users.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class _Lowering:
         self.moved: dict[Hashable, int] = {}
         self.masks: dict[tuple[int, tuple[int, ...]], int] = {}
         self.factors: dict[int, list[int | None]] = {}  # dot -> its operands
-        self.converted: set[Value] = set()  # by the copy that they read
+        self.converted: set[Value] = set()  # results of conversions that `_retiled` makes
         self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those merged into it
         self.free = free_ops(graph)
         self.folded = fold(graph)
@@ -526,7 +527,7 @@ class _Lowering:
             reads[place] = self.masks[array, uneven]
 
     def _view(self, value: Value, source: int | None, op: int) -> int | None:
-        """The array of a bitcast: its operand's, or a dynamic-slice of that where each device keeps a shard."""
+        """The array of a bitcast: its operand's, a dynamic-slice of that where each device keeps a shard, or a copy."""
         if source is None:
             return None
         kind, before = self.graph.type_of(value), self.arrays[source]

@@ -114,7 +114,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
 
 
 class _Replace(TorchFunctionMode):  # type: ignore[misc]
-    """Dispatches calls to handlers; remembers which tensors are flattened views."""
+    """Dispatches calls to handlers; remembers which tensors are flattened views, and which masks expanded ones."""
 
     def __init__(self, handlers: dict[Any, Handler]) -> None:
         super().__init__()
