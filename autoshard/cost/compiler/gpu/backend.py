@@ -20,7 +20,7 @@ from autoshard.cost.compiler.backend import Backend
 from autoshard.cost.compiler.gpu.estimates import kernel_seconds
 from autoshard.cost.compiler.gpu.split_k import Product, split_k
 from autoshard.cost.compiler.gpu.sums import Sums
-from autoshard.cost.compiler.kernels import LOOPS, Fusion, Kernel
+from autoshard.cost.compiler.kernels import EXPENSIVE, LOOPS, Fusion, Kernel
 from autoshard.cost.compiler.latency import Pressure, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, END, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
@@ -44,6 +44,8 @@ SMALL = 1024
 PREALLOCATED, SCHEDULED = 0.75, 0.8
 """Parts of a GPU's memory: a kind's `usable_bytes`, and what the latency hiding scheduler counts on, of which it fills
 `Device.slop` percent beside arguments and results (`GetSchedulerMemoryLimit`)."""
+COSTLY = EXPENSIVE - {"divide", "erf", "erf_inv", "reduce", "gather", "reduce_window"}
+"""Kinds that a reduction computes again in no kernel beside others, as compiled by jax 0.10.2 for H100."""
 SPLIT_K_SUM = "sum_of_parts"
 """The reduction after a split-K dot: it fuses as a producer."""
 
@@ -57,6 +59,7 @@ class GpuFusion(Fusion):
         self.little = self._broadcasts()
         self.sums = Sums(program)
         self.centred = self._centred()
+        self.summed = self._summed()
 
     def inlined(self, step: Step) -> bool:
         """Loops, reductions after a split-K dot, and sums of rows that are centred."""
@@ -73,6 +76,18 @@ class GpuFusion(Fusion):
             if within or self._centres(step):
                 found.update(array for array in step.writes if not self._product_reads(array))
         return found
+
+    def _summed(self) -> set[int]:
+        """Arrays of loops that reductions sum, without those made from a reduction's result."""
+        made: set[int] = set()
+        found: set[int] = set()
+        for step in self.steps:
+            if step.kind == "reduce" or (step.kind in LOOPS and not made.isdisjoint(step.reads)):
+                made.update(step.writes)
+        for step in reversed(self.steps):
+            if step.kind == "reduce" or (step.kind in LOOPS and not found.isdisjoint(step.writes)):
+                found.update(array for array in step.reads if not self._product_reads(array))
+        return found - made
 
     def _product_reads(self, array: int) -> bool:
         return any(self.steps[reader].flops for reader in self.arrays[array].readers)
@@ -91,8 +106,8 @@ class GpuFusion(Fusion):
         return super().takes(reader, number)
 
     def expensive(self, step: Step) -> bool:
-        """Never: traffic costs, not arithmetic."""
-        return False
+        """Only before a reduction: elsewhere traffic costs, not arithmetic."""
+        return step.kind in COSTLY and not self.summed.isdisjoint(step.writes)
 
     def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether duplicating a step moves more bytes than one write and a read per user.
@@ -141,6 +156,14 @@ class GpuBackend(Backend):
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
         return GpuFusion(program)
+
+    def store(self, kernels: Sequence[Kernel], program: Lowered) -> None:
+        """Costly ops run in f32: their results are stored so where only loops and reductions read them."""
+        for kernel in kernels:
+            array = program.arrays[kernel.writes[0]]
+            read = FUSED.issuperset(program.steps[reader].kind for reader in array.readers)
+            if kernel.kind in COSTLY and array.dtype in ("bf16", "f16") and read and not array.returned:
+                array.dtype, array.bytes = "f32", 2 * array.bytes
 
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Combine independent collectives of one kind over the same devices, up to 30 MiB."""

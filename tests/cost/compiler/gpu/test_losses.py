@@ -35,3 +35,26 @@ def test_centred_logits_are_computed_in_each_kernel_that_reads_them(smoothing: f
     module = annotate(program, graph, annotations, mesh)
     compiled = compile_module(module, "h100:8", donate=donated(program))
     assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
+
+
+def test_costly_ops_before_a_softmax_are_stored_in_f32() -> None:
+    """Soft-capped logits: the sums of rows and their gradient read one tanh."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(256, 4096, bias=False)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = torch.tanh(self.head(x) / 30) * 30
+            return torch.nn.functional.cross_entropy(logits.float(), labels)
+
+    inputs = (torch.randn(8192, 256, dtype=torch.bfloat16), torch.randint(0, 4096, (8192,)))
+    program = autoshard.capture(
+        Net().bfloat16(), inputs, loss_fn=lambda loss: loss, optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
+    )
+    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
+    annotations = manual.PLANS["dp"](graph, mesh)
+    compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
+    assert "f32[1024,4096]" in compiled.hlo_text[compiled.hlo_text.index("\nENTRY") :]
+    assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
