@@ -11,6 +11,7 @@ peak (`DefaultMemoryScheduler`) goes to the latency hiding scheduler (`latency.p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,14 +34,12 @@ from autoshard.dtypes import dtype_bytes
 from autoshard.experts.form import KINDS as EXPERTS
 from autoshard.graph.groups import BARRIER, ELEMENTWISE
 
-COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter"})
+COMBINED = frozenset({"all-gather", "all-reduce", "reduce-scatter", "collective-permute"})
 COMBINE_BYTES = 30 * 2**20
 """Bytes of results up to which collectives are combined (xla/service/collective_utils.h)."""
 FUSED = LOOPS | {"reduce"}
 """Kinds of kernels that may have several results."""
 MOST_OPERANDS = 64
-SMALL = 1024
-"""Bytes of an array from which on reading it once is a reason for multi-output fusion."""
 PREALLOCATED, SCHEDULED = 0.75, 0.8
 """Parts of a GPU's memory: a kind's `usable_bytes`, and what the latency hiding scheduler counts on, of which it fills
 `Device.slop` percent beside arguments and results (`GetSchedulerMemoryLimit`)."""
@@ -145,7 +144,7 @@ class GpuBackend(Backend):
     alignment = 128
     gaps = True
     started = COLLECTIVES
-    combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED, COMBINE_BYTES)
+    combined_up_to: ClassVar[Mapping[str, float]] = dict.fromkeys(COMBINED - {"collective-permute"}, COMBINE_BYTES)
     copies_of_combined: ClassVar[Mapping[str, int]] = {"all-reduce": 4}
 
     @property
@@ -168,11 +167,18 @@ class GpuBackend(Backend):
     def combine(self, kernels: list[Kernel], program: Lowered) -> list[Kernel]:
         """Combine independent collectives of one kind over the same devices, up to 30 MiB."""
 
+        of_op: Counter[int] = Counter()  # op -> its permutes so far
+
         def key(kernel: Kernel) -> Hashable:
-            step = program.steps[kernel.steps[-1]]
-            if kernel.kind not in COMBINED or step.collective is None:
+            step = program.steps[kernel.steps[-1]] if kernel.steps else None
+            if kernel.kind not in COMBINED or step is None or step.collective is None:
                 return None
             dtype = program.arrays[step.writes[0]].dtype
+            if kernel.kind == "collective-permute":  # of equal ops: the same pairs of devices
+                op = program.graph.ops[step.op]
+                of_op[step.op] += 1
+                shapes = tuple([program.graph.type_of(value).shape for value in op.operands])
+                return kernel.kind, step.collective.axes, op.kind, repr(op.attrs), shapes, of_op[step.op]
             return kernel.kind, step.collective.axes, None if kernel.kind == "all-gather" else dtype
 
         def size(kernel: Kernel) -> int:
@@ -183,7 +189,7 @@ class GpuBackend(Backend):
         kernels = merged_outputs(
             kernels,
             partial(_elements, program, sums),
-            lambda array: arrays[array].bytes >= SMALL and not _makes_product(program, array),
+            lambda array: arrays[array].elements > 1 and not _makes_product(program, array),
             _reads_few,
             sums.of,
             sums.joins,

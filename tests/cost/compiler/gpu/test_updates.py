@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.mesh import Spec
+from autoshard.verify.hlo_text import parse_hlo
+from autoshard.verify.work import compiled_work
 from tests.cost.few_ops import compiled_for, f32
 
 WHOLE: Spec = ((), ())
@@ -30,6 +32,45 @@ def test_on_gpus_what_makes_a_result_has_the_annotation_of_the_result(target: st
     report, _ = compiled_for(target, momentum, [f32(size, size)] * 4, specs, {0: 0, 1: 1})
     gathered = [row for row in report.fidelity.rows if row.kind == "all-gather"]
     assert [(row.predicted_bytes, row.compiled_bytes) for row in gathered] == [(4 * gathers * size**2,) * 2]
+
+
+def adam(weight, first, second, rows, columns):
+    """A step of Adam without corrections, of a gradient that is a product."""
+    gradient = (rows.T @ columns).reshape(weight.shape)
+    first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
+    return weight - 0.001 * first / (jnp.sqrt(second) + 1e-8), first, second
+
+
+@pytest.mark.parametrize("size", [256, 8192])
+def test_an_update_of_few_elements_is_one_kernel_as_well(size: int) -> None:
+    """Split over 8, a norm's or a bias's parameter has fewer than a kilobyte."""
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    split: Spec = (("data", "model"),)
+    specs: list[Spec] = [split, split, split, WHOLE, WHOLE]
+    arguments = [f32(size), f32(size), f32(size), f32(64, 1), f32(64, size)]
+    report, compiled = compiled_for("h100:8", adam, arguments, specs, {0: 0, 1: 1, 2: 2})
+    own = len(compiled_work(parse_hlo(compiled.hlo_text), "gpu").kernels)
+    assert report.prediction.compiled is not None
+    assert sum(seconds > 0 for _, seconds in report.prediction.kernel_s) == own
+
+
+def chunks(*given):
+    """Each of several arrays in three parts, of which each device needs what its neighbours hold."""
+    *arrays, weight = given
+    parts = [jnp.split(array, 3, axis=1) for array in arrays]
+    return [jnp.tanh(first @ weight) * second + third @ weight for first, second, third in parts]
+
+
+def test_permutes_between_the_same_devices_are_combined() -> None:
+    """A modulation of every block (adaLN), split along its features: 209 permutes of a MM-DiT are 32."""
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    specs: list[Spec] = [((), ("data", "model"))] * 4 + [WHOLE]
+    report, compiled = compiled_for("h100:8", chunks, [f32(64, 3 * 1024)] * 4 + [f32(1024, 1024)], specs)
+    started = compiled.hlo_text.count(" collective-permute-start(")
+    predicted = [kernel for kernel in report.prediction.compiled.kernels if kernel.kind == "collective-permute"]
+    assert report.fidelity.value == pytest.approx(0, abs=0.01)
+    assert started
+    assert len(predicted) == started
 
 
 def normed_behind(x, wide, back):
