@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -45,6 +45,8 @@ PREALLOCATED, SCHEDULED = 0.75, 0.8
 `Device.slop` percent beside arguments and results (`GetSchedulerMemoryLimit`)."""
 COSTLY = EXPENSIVE - {"divide", "erf", "erf_inv", "reduce", "gather", "reduce_window"}
 """Kinds that a reduction computes again in no kernel beside others, as compiled by jax 0.10.2 for H100."""
+JOINING = frozenset({"concatenate", "pad"})
+"""Loops that no Triton kernel holds."""
 SPLIT_K_SUM = "sum_of_parts"
 """The reduction after a split-K dot: it fuses as a producer."""
 
@@ -59,6 +61,7 @@ class GpuFusion(Fusion):
         self.sums = Sums(program)
         self.centred = self._centred()
         self.summed = self._summed()
+        self.apart = self._apart()
 
     def inlined(self, step: Step) -> bool:
         """Loops, reductions after a split-K dot, and sums of rows that are centred."""
@@ -79,14 +82,40 @@ class GpuFusion(Fusion):
     def _summed(self) -> set[int]:
         """Arrays of loops that reductions sum, without those made from a reduction's result."""
         made: set[int] = set()
-        found: set[int] = set()
         for step in self.steps:
             if step.kind == "reduce" or (step.kind in LOOPS and not made.isdisjoint(step.reads)):
                 made.update(step.writes)
+        return self._before(step for step in self.steps if step.kind == "reduce") - made
+
+    def _apart(self) -> set[int]:
+        """Arrays between a Triton kernel and steps that none can hold: what follows a concatenation up to its users.
+
+        Such as a softmax with sinks: scores beside one more logit, and the probabilities without it.
+        """
+        found: set[int] = set()
+        within: set[int] = set()  # arrays of loops with a concatenation
+        rows = self._before(step for step in self.steps if step.kind == "reduce" and self._centres(step))
+        for step in self.steps:
+            if step.kind in JOINING or (step.kind in ELEMENTWISE and not within.isdisjoint(step.reads)):
+                made = self.arrays[step.writes[0]]
+                after = self.steps[made.readers[0]] if len(made.readers) == 1 else None
+                narrow = False
+                if after is not None and after.kind in ELEMENTWISE:
+                    narrow = self.arrays[after.writes[0]].bytes <= made.bytes
+                (within if narrow else found).update(step.writes)
+            if step.kind in JOINING or step.kind == "slice":
+                centred = self.centred.intersection(step.reads)
+                rows |= centred
+                found |= centred
+        return found & rows
+
+    def _before(self, sums: Iterable[Step]) -> set[int]:
+        """Arrays of loops that these reductions sum; what a product reads is stored."""
+        found = {array for step in sums for array in step.reads}
         for step in reversed(self.steps):
-            if step.kind == "reduce" or (step.kind in LOOPS and not found.isdisjoint(step.writes)):
+            if step.kind in LOOPS and not found.isdisjoint(step.writes):
                 found.update(array for array in step.reads if not self._product_reads(array))
-        return found - made
+        return found
 
     def _product_reads(self, array: int) -> bool:
         return any(self.steps[reader].flops for reader in self.arrays[array].readers)
@@ -96,8 +125,10 @@ class GpuFusion(Fusion):
         return super().absorbs(step) or step.kind in (SPLIT_K_SUM, "scatter", "reduce_window")
 
     def takes(self, reader: int, number: int) -> bool:
-        """All but a scatter's first operand, updated in place, and centred rows into a sum that centres none."""
+        """All but what no Triton kernel holds, a scatter's operand updated in place, and centred rows in other sums."""
         step = self.steps[reader]
+        if not self.apart.isdisjoint(self.steps[number].writes):
+            return False
         if step.kind == "reduce" and not self._centres(step) and not self.centred.isdisjoint(self.steps[number].writes):
             return False
         if step.kind == "scatter" and step.reads and step.reads[0] in self.steps[number].writes:

@@ -58,3 +58,35 @@ def test_costly_ops_before_a_softmax_are_stored_in_f32() -> None:
     compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
     assert "f32[1024,4096]" in compiled.hlo_text[compiled.hlo_text.index("\nENTRY") :]
     assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
+
+
+def test_a_softmax_holds_no_concatenation_and_no_slice() -> None:
+    """Attention sinks (GPT-OSS): one more logit a row, whose probability is left out."""
+
+    class Sinks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sinks = torch.nn.Parameter(torch.zeros(8))
+            self.query, self.key, self.value = (torch.nn.Linear(512, 512, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            query, key, value = (
+                project(x).unflatten(-1, (8, 64)).transpose(1, 2) for project in (self.query, self.key, self.value)
+            )
+            scores = query @ key.transpose(2, 3) * 0.125
+            sinks = self.sinks.view(1, 8, 1, 1).expand(len(x), -1, x.shape[1], 1)
+            logits = torch.cat([scores, sinks], -1)
+            shares = torch.softmax((logits - logits.amax(-1, keepdim=True)).float(), -1)[..., :-1].to(x.dtype)
+            return shares @ value
+
+    program = autoshard.capture(
+        Sinks().bfloat16(),
+        (torch.randn(16, 1024, 512, dtype=torch.bfloat16),),
+        loss_fn=lambda made: made.float().pow(2).mean(),
+        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+    )
+    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
+    annotations = manual.PLANS["dp"](graph, mesh)
+    compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
+    peak = predict(graph, annotations, mesh).peak_memory_bytes
+    assert peak == pytest.approx(compiled.memory.peak, rel=0.15)  # a pad in f32 is stored in bf16
