@@ -126,6 +126,8 @@ def fusion_groups(graph: Graph) -> Groups:
         readers = list(graph.nx.adj[op.id])
         if not readers or not _fuses(op, graph):
             continue
+        if op.kind == "reduce" and not op.results[0].shape:
+            continue  # else the sum of two losses joins what may be split differently
         candidate = root[readers[0]]
         if updates[candidate] and not updates[op.id]:
             continue

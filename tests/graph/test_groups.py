@@ -98,3 +98,16 @@ def test_what_a_barrier_passes_on_is_a_group_each():
         (1, (4, 4)),
     ]
     assert [groups.maker(value) for group in groups.groups for value in group.outputs] == [0, 1, 2, 3]
+
+
+def test_the_sum_of_two_losses_does_not_join_their_groups():
+    """A head for the next token and one for the token after it: their logits may be split differently."""
+
+    def losses(x, one, two):
+        near, far = x @ one, jnp.tanh(x) @ two
+        return (near - near.max(-1, keepdims=True)).sum() + 0.3 * (far - far.max(-1, keepdims=True)).sum()
+
+    graph = graph_of(losses, array(64, 32), array(32, 128), array(32, 128))
+    groups = fusion_groups(graph)
+    maxima = [op.id for op in graph.ops if op.kind == "reduce" and len(op.results[0].shape) == 1]
+    assert len({groups.of[op] for op in maxima}) == 2
