@@ -89,3 +89,27 @@ return %m0, %m2 : {low}, {low} }} }}"""
     pins = {x: split, w: split, **dict.fromkeys(graph.aten_outputs.values(), split)}
     wanted = Annotations(pins, {(w, 0): whole, (w, 1): whole})
     assert predicted(graph, wanted) == compiled(graph, wanted) == {("all-gather", ("data", "model")): 2 * 256 * 256}
+
+
+def test_a_weight_that_is_cut_and_converted_is_gathered_in_bf16():
+    """Cross attention under autocast: keys' and values' parts of one weight (`nn.MultiheadAttention`)."""
+    pytest.importorskip("libtpu")
+    rows, weight, part = "tensor<512x256xbf16>", "tensor<512x256xf32>", "tensor<256x256xf32>"
+    dims, low = "contracting_dims = [1] x [1]", "tensor<256x256xbf16>"
+    text = f"""module {{ func.func public @main(%x: {rows}, %w: {weight}) -> ({rows}, {rows}) {{
+%k = stablehlo.slice %w [0:256, 0:256] : ({weight}) -> {part} loc("op0")
+%k1 = stablehlo.convert %k : ({part}) -> {low} loc("op0")
+%r0 = stablehlo.dot_general %x, %k1, {dims} : ({rows}, {low}) -> {rows} loc("op0")
+%m0 = {MARK.format("r0", rows, rows)} loc("op0.out0")
+%v = stablehlo.slice %w [256:512, 0:256] : ({weight}) -> {part} loc("op1")
+%v1 = stablehlo.convert %v : ({part}) -> {low} loc("op1")
+%r1 = stablehlo.dot_general %x, %v1, {dims} : ({rows}, {low}) -> {rows} loc("op1")
+%m1 = {MARK.format("r1", rows, rows)} loc("op1.out0")
+return %m0, %m1 : {rows}, {rows} }} }}"""
+    ops = [AtenOp(k, "mm", "", "forward", (TensorType((512, 256), "bf16"),)) for k in range(2)]
+    graph = graph_from_text(text, ops=ops)
+    x, w = (Value(op) for op in graph.arguments)
+    split, whole = (("data", "model"), ()), ((), ())
+    pins = {x: split, w: split, **dict.fromkeys(graph.aten_outputs.values(), split)}
+    wanted = Annotations(pins, {(w, 0): whole, (w, 1): whole})
+    assert predicted(graph, wanted) == compiled(graph, wanted) == {("all-gather", ("data", "model")): 2 * 512 * 256}

@@ -18,8 +18,8 @@ from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.graph.groups import BARRIER
 from autoshard.graph.ops import Op, Value
 
-_PASSING = SUM_MOVES | {"reverse"}
-"""Kinds to look through for contractions: the gradient of a convolution reads the reversed kernel."""
+_PASSING = SUM_MOVES | {"reverse", "slice"}
+"""Kinds to look through for contractions: a convolution's gradient reads the reversed kernel, fused weights are cut."""
 
 
 def rounds(context: Context, value: Value, at: int | None) -> bool:
