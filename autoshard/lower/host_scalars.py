@@ -182,9 +182,8 @@ def small_twin(
             own = {} if fresh else optimizer.state.get(parameter, {})
             kind = (parameter.shape if whole else parameter.dim(), parameter.dtype, _counter(own))
             if kind not in made:
-                made[kind] = torch.nn.Parameter(
-                    small(parameter.detach(), parameter) if parameter.dim() else torch.zeros_like(parameter)
-                )
+                scalar = torch.zeros((), dtype=parameter.dtype)
+                made[kind] = torch.nn.Parameter(small(parameter.detach(), parameter) if parameter.dim() else scalar)
                 made[kind].grad = torch.zeros_like(made[kind])
                 if own:
                     state[made[kind]] = {key: small(value, parameter) for key, value in own.items()}

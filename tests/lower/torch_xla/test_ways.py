@@ -41,6 +41,7 @@ def seen(tmp_path_factory):
         "micro_batches",
         "two_micro_batches",
         "recomputed_as_planned",
+        "scalar_parameter",
         "values_read",
     ],
 )

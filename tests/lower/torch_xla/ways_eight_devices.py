@@ -492,6 +492,26 @@ class Marking(torch.nn.Module):
         return self.net.blocks[1](x)
 
 
+class Scaled(Net):
+    """With a learned temperature of no dims, as CLIP has."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale.exp()
+
+
+def scalar_parameter():
+    torch.manual_seed(0)
+    model = Scaled()
+    reference = copy.deepcopy(model)
+    plan = planned(model)
+    losses, _ = trained(plan, model)
+    return compared(losses, alone(reference), model, reference, plan)
+
+
 def marks_inside():
     import numpy
 
@@ -523,6 +543,7 @@ SCENARIOS = {
     "eager_and_compile": eager_and_compile,
     "dynamo": dynamo,
     "sharded_tensors": sharded_tensors,
+    "scalar_parameter": scalar_parameter,
     "marks_inside": marks_inside,  # last: torchax is imported then, and checkpoints ask its device for streams
 }
 
