@@ -328,6 +328,8 @@ class TpuFusion(Fusion):
                             seen.add(found.maker)
                             todo.append(self.steps[found.maker])
                         continue
+                if 2 * found.elements <= arrays[step.writes[0]].elements:
+                    continue  # a row's mean
                 taken = min(found.bytes, made) if one.kind in TAKING else found.bytes
                 read += max(0, taken - sizes.get(array, 0))
                 sizes[array] = max(sizes.get(array, 0), taken)
