@@ -49,9 +49,11 @@ def chained_scatters(runs: list[OpRun], context: Context) -> list[OpRun]:
                 before = last.get(other.op)
             if before is None:
                 _add_operand_reshard(context, runs, scatter, other, op)
-            elif all(before.attrs[name] == scatter.attrs[name] for name in _EQUAL_ATTRS):
+            else:
                 first, last[op.id] = sorted((before, scatter), key=lambda one: one.id)
-                _merge(context, runs, first, last[op.id])
+                _sum_once(runs, first, last[op.id])
+                if all(before.attrs[name] == scatter.attrs[name] for name in _EQUAL_ATTRS):
+                    _merge(context, runs, first, last[op.id])
             break
     return runs
 
@@ -89,13 +91,17 @@ def _has_one_user(context: Context, value: Value) -> bool:
     return len(context.graph.readers(value)) == 1 and value not in context.graph.returned
 
 
-def _merge(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None:
-    """Merge two scatters: drop the earlier one's all-reduce, add the reshards of the concatenations."""
+def _sum_once(runs: list[OpRun], before: Op, scatter: Op) -> None:
+    """Drop the all-reduce of a scatter to whose result another one adds, which has an equal one."""
     sums = [runs[op.id].collectives[-1:] for op in (before, scatter)]
     if all(found and found[0].kind in ("all-reduce", "reduce-scatter") for found in sums):
         (first,), (second,) = sums
         if (first.kind, first.axes, first.bytes) == (second.kind, second.axes, second.bytes):
             runs[before.id] = replace(runs[before.id], collectives=runs[before.id].collectives[:-1])
+
+
+def _merge(context: Context, runs: list[OpRun], before: Op, scatter: Op) -> None:
+    """Merge two scatters: add the reshards of the concatenations."""
     updates = sum(math.prod(context.graph.type_of(op.operands[2]).shape) for op in (before, scatter))
     small = updates < math.prod(scatter.results[0].shape)
     if not small or is_annotated(context, before) or is_annotated(context, scatter):

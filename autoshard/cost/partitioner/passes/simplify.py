@@ -203,6 +203,29 @@ def _with_slices(graph: Graph) -> Graph | None:
     return _with_ops(graph, [replace(op, attrs={**op.attrs, "sliced": True}) for op in one])
 
 
+@_rewrite
+def _with_points_onto(graph: Graph) -> Graph | None:
+    """`graph` with elements added in place, for a scatter of single elements into zeros that is then added."""
+    splat = fold(graph).splat
+    changed: dict[int, Op] = {}
+    for op in graph.ops:
+        if op.kind != "add":
+            continue
+        for value, other in (op.operands, op.operands[::-1]):
+            one = graph.ops[value.op]
+            alone = len(graph.readers(value)) == 1 and value not in graph.returned
+            points = _adds(one) and not one.attrs["window_dims"] and not _adds(graph.ops[other.op])
+            if points and alone and splat.get(one.operands[0]) == 0:
+                changed[op.id] = replace(one, id=op.id, operands=(other, *one.operands[1:]), aten=op.aten)
+                changed[one.id] = replace(one, kind="constant", operands=(), attrs={"value": 0})
+                break
+    return _with_ops(graph, list(changed.values()))
+
+
+def _adds(op: Op) -> bool:
+    return op.kind == "scatter" and op.attrs["reducer"] == "add"
+
+
 def _with_rows_of(dtypes: Set[str]) -> Callable[[Graph], Graph]:
     """A pass that notes which gathers and scatters read or write each row by itself: of indices of these dtypes."""
 
@@ -237,10 +260,20 @@ SIMPLIFIED_BY: Mapping[Target, Passes[Graph]] = {
             _with_outer_products,
             _with_squares,
             _with_slices,
+            _with_points_onto,
             _with_rows_of(COUNTED_ON_GPUS),
         )
     ),
-    "tpu": Passes((_with_zeros, _with_reshapes, _with_pads, _with_outer_products, _with_rows_of(COUNTED_ON_TPUS))),
+    "tpu": Passes(
+        (
+            _with_zeros,
+            _with_reshapes,
+            _with_pads,
+            _with_outer_products,
+            _with_points_onto,
+            _with_rows_of(COUNTED_ON_TPUS),
+        )
+    ),
 }
 
 
@@ -250,7 +283,8 @@ def simplified(graph: Graph, target: Target) -> Graph:
     On all targets zero-sized arrays and sums over no elements are constants (`ZeroSizedHloElimination`), and a
     broadcast that only adds dims of size 1 is a reshape, through which shardings pass. On TPU and GPU
     `AlgebraicSimplifier` also runs: a dynamic-update-slice at a constant place of a splat (the gradient of a slice) is
-    a pad; a contraction of no dims is a product of broadcasts, marked `outer`. On GPU squares are products, so no
+    a pad; a contraction of no dims is a product of broadcasts, marked `outer`; what is added to elements scattered
+    into zeros is what they are scattered into. On GPU squares are products, so no
     sharding passes through a shared exponent, and a gather or scatter of one index is a dynamic-slice or -update-slice
     (`GatherExpander`, `ScatterExpander`), for which GSPMD gathers what is split along the indexed dims. The CPU
     compiler does so after partitioning, and knows rows that are read by themselves by counts in i32 alone.
