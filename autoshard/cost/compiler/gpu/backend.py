@@ -29,6 +29,7 @@ from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
 from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, folded_kernels
 from autoshard.cost.compiler.schedule import Dependencies, Reads, combined
 from autoshard.cost.machine.device import Device
+from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.passes import Passes
 from autoshard.dtypes import dtype_bytes
 from autoshard.experts.form import KINDS as EXPERTS
@@ -62,6 +63,7 @@ class GpuFusion(Fusion):
         self.centred = self._centred()
         self.summed = self._summed()
         self.apart = self._apart()
+        self.relus = {number for number, step in enumerate(self.steps) if _of_zero(program, step, "maximum")}
 
     def inlined(self, step: Step) -> bool:
         """Loops, reductions after a split-K dot, and sums of rows that are centred."""
@@ -125,8 +127,13 @@ class GpuFusion(Fusion):
         return super().absorbs(step) or step.kind in (SPLIT_K_SUM, "scatter", "reduce_window")
 
     def takes(self, reader: int, number: int) -> bool:
-        """All but what no Triton kernel holds, a scatter's operand updated in place, and centred rows in other sums."""
+        """Products take ReLUs, others all but what no Triton kernel holds.
+
+        A scatter's operand is updated in place; centred rows are in no other sum.
+        """
         step = self.steps[reader]
+        if step.kind == "dot_general":
+            return number in self.relus
         if not self.apart.isdisjoint(self.steps[number].writes):
             return False
         if step.kind == "reduce" and not self._centres(step) and not self.centred.isdisjoint(self.steps[number].writes):
@@ -180,8 +187,8 @@ class GpuBackend(Backend):
 
     @property
     def rewrites(self) -> Passes[Lowered]:
-        """Scatters and products as libraries and Triton take them."""
-        return Passes((partial(scattered_onto, again=True), partial(_for_libraries, device=self.device)))
+        """Scatters and products as libraries and Triton take them, masks as the simplifier leaves them."""
+        return Passes((_masks_before, partial(scattered_onto, again=True), partial(_for_libraries, device=self.device)))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
@@ -310,6 +317,24 @@ class GpuBackend(Backend):
             size[number] for number, each in enumerate(arrays) if each.maker < 0 or (each.returned and not each.donated)
         )
         return Pressure(0.01 * device.slop * (SCHEDULED * memory - outside), reads, makes, size)
+
+
+def _masks_before(program: Lowered) -> Lowered:
+    """`max(x, 0) > 0` is `x > 0` (`AlgebraicSimplifier`): the gradient of a ReLU reads what the ReLU reads."""
+    rewriter = Rewriter(program)
+    for step in program.steps:
+        if _of_zero(program, step, "compare") and program.graph.ops[step.op].attrs["direction"] == "GT":
+            before = program.arrays[step.reads[0]].maker
+            if before >= 0 and _of_zero(program, program.steps[before], "maximum"):
+                step = replace(step, reads=(program.steps[before].reads[0], *step.reads[1:]))
+        rewriter.emit(step)
+    return rewriter.result()
+
+
+def _of_zero(program: Lowered, step: Step, kind: str) -> bool:
+    """Whether a step is of this kind, and its second operand zero."""
+    op = program.graph.ops[step.op]
+    return step.kind == kind == op.kind and fold(program.graph).splat.get(op.operands[1]) == 0
 
 
 def _bitcasts(kernel: Kernel, program: Lowered) -> dict[int, bool]:
