@@ -91,10 +91,12 @@ def broadcast_in_dim(a: Any, operands: list[Array], shard: Shard) -> list[Array]
 def slice_(a: Any, operands: list[Array], shard: Shard) -> list[Array]:
     index = []
     for dim, extent in enumerate(operands[0].shape):
-        cut = slice(a["start"][dim], a["limit"][dim], a["stride"][dim])
-        # A split dim must be one that the slice keeps whole.
-        assert extent == shard.operand_shapes[0][dim] or cut == slice(0, shard.operand_shapes[0][dim], 1)
-        index.append(cut if extent == shard.operand_shapes[0][dim] else slice(None))
+        whole, start, stride = shard.operand_shapes[0][dim], a["start"][dim], a["stride"][dim]
+        cut = slice(start, a["limit"][dim], stride)
+        # A split dim must be one that the slice keeps whole, or of which it takes as much of every part.
+        spread = whole % stride == extent % stride == 0 and start < stride and whole // stride == len(range(whole)[cut])
+        assert extent == whole or spread
+        index.append(cut if extent == whole else slice(start, None, stride))
     return [operands[0][tuple(index)]]
 
 

@@ -333,8 +333,12 @@ def test_slice_keeps_whole_dims_parallel(shape: tuple[int, ...], data: st.DataOb
     for op in graph.ops:
         if op.kind == "slice":
             rule = check_rule(op, graph, [floats(shape)])
-            for extent, dims, result in zip(shape, kinds(rule, rule.operands[0]), op.results[0].shape, strict=True):
-                assert dims == ([] if extent == 1 else ["parallel"] if result == extent else ["replicated"])
+            found = zip(shape, kinds(rule, rule.operands[0]), op.results[0].shape, starts, strides, strict=True)
+            for extent, dims, result, start, stride in found:
+                wanted = ["parallel"] if result == extent else ["replicated"]
+                if stride > 1 and result * stride == extent and start < stride:
+                    wanted = ["parallel", "replicated"] if result > 1 else ["replicated"]
+                assert dims == ([] if extent == 1 else wanted)
 
 
 @few
@@ -345,6 +349,18 @@ def test_pad_keeps_unpadded_dims_parallel(shape: tuple[int, ...], data: st.DataO
         rule = check("pad", lambda x, v: lax.pad(x, v, config), floats(shape), np.float32(7))
         for extent, dims, edges in zip(shape, kinds(rule, rule.operands[0]), config, strict=True):
             assert dims == ([] if extent == 1 else ["replicated"] if any(edges) else ["parallel"])
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("place", [0, 1])
+def test_every_other_element_is_split_with_what_it_is_of(every: int, place: int) -> None:
+    """Interleaved gates and rotary embeddings, and their gradients."""
+    rule = check("slice", lambda x: lax.slice(x, (0, place), (4, 4 * every), (1, every)), floats((4, 4 * every)))
+    assert kinds(rule, rule.operands[0])[1] == ["parallel", "replicated"]
+    edges = [(0, 0, 0), (place, every - 1 - place, every - 1)]
+    rule = check("pad", lambda x, v: lax.pad(x, v, edges), floats((4, 4)), np.float32(0))
+    assert kinds(rule, rule.operands[0])[1] == ["parallel"]
+    assert kinds(rule, rule.results[0])[1] == ["parallel", "replicated"]
 
 
 @few

@@ -82,12 +82,22 @@ def refine(first: Shape, second: Shape, factors: Factors) -> tuple[list[Dim], li
     return [tuple(dim) for dim in sides[0]], [tuple(dim) for dim in sides[1]]
 
 
-def _moved(factors: Factors, operand: Shape, result: Shape, untouched: list[bool]) -> tuple[list[Dim], list[Dim]]:
-    """Untouched dims share a parallel factor; the others are replicated on each side."""
+def _moved(
+    factors: Factors, operand: Shape, result: Shape, untouched: list[bool], spread: list[bool] | None = None
+) -> tuple[list[Dim], list[Dim]]:
+    """Untouched dims share a parallel factor, spread ones the smaller extent; the others are replicated on each side.
+
+    `spread`: dims of which one side has every so-manyeth element of the other.
+    """
     before: list[Dim] = []
     after: list[Dim] = []
-    for size, new_size, same in zip(operand, result, untouched, strict=True):
-        if same and size == new_size:
+    for size, new_size, same, apart in zip(operand, result, untouched, spread or [False] * len(operand), strict=True):
+        if apart:
+            shared, many = factors.new(min(size, new_size)), max(size, new_size) // min(size, new_size)
+            between = (*shared, *factors.new(many, "replicated"))
+            before.append(between if size > new_size else shared)
+            after.append(shared if size > new_size else between)
+        elif same and size == new_size:
             before.append(factors.new(size))
             after.append(before[-1])
         else:
@@ -98,23 +108,31 @@ def _moved(factors: Factors, operand: Shape, result: Shape, untouched: list[bool
 
 @rule("slice")
 def slice_(op: Signature) -> Rule:
-    """Completely covered dims are parallel."""
+    """Completely covered dims are parallel, and those that a stride divides."""
     (operand,), (result,) = op.operands, op.results
     factors = Factors()
-    before, after = _moved(factors, operand, result, [True] * len(operand))
+    spread = [
+        stride > 1 and 0 < size * stride == whole and start < stride
+        for whole, size, start, stride in zip(operand, result, op.attrs["start"], op.attrs["stride"], strict=True)
+    ]
+    before, after = _moved(factors, operand, result, [True] * len(operand), spread)
     return factors.rule([before], [after])
 
 
 @rule("pad")
 def pad(op: Signature) -> Rule:
-    """Dims without padding are parallel (a shift, such as low 1 and high -1, moves elements)."""
+    """Dims without padding are parallel (a shift, such as low 1 and high -1, moves elements), and spread ones."""
     (operand, *fill), (result,) = op.operands, op.results
     factors = Factors()
-    untouched = [
-        not any(edges) for edges in zip(*(op.attrs[name] for name in ("low", "high", "interior")), strict=True)
-    ]
-    before, after = _moved(factors, operand, result, untouched)
+    edges = list(zip(*(op.attrs[name] for name in ("low", "high", "interior")), strict=True))
+    spread = [size > 0 and spreads(*each) for size, each in zip(operand, edges, strict=True)]
+    before, after = _moved(factors, operand, result, [not any(each) for each in edges], spread)
     return factors.rule([before, *([] for _ in fill)], [after])
+
+
+def spreads(low: int, high: int, interior: int) -> bool:
+    """Whether a pad puts each element among zeros of its own, as the gradient of a slice with a stride does."""
+    return interior > 0 and low >= 0 and high >= 0 and low + high == interior
 
 
 @rule("concatenate")

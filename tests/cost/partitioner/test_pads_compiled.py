@@ -49,3 +49,24 @@ def test_a_long_sum_of_parts_keeps_none_of_its_terms(target: str) -> None:
     report, _ = compiled_for(target, written, [f32(64, 7 * steps + 1, 256), *parts], [BATCH] * (steps + 1))
     assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.05)
     assert report.prediction.compiled.moved_bytes == pytest.approx(report.judged.bytes, rel=0.2)
+
+
+def interleaved(x: object, weight: object, back: object) -> object:
+    """The gradient of a gate whose halves alternate (GPT-OSS), between products that are split as under Megatron."""
+
+    def gated(x: object) -> object:
+        both = x @ weight
+        return jnp.sum((both[:, ::2] * jnp.tanh(both[:, 1::2])) @ back)
+
+    return jax.grad(gated)(x)
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "cpu:8"])
+def test_elements_that_alternate_are_spread_in_place(target: str) -> None:
+    """Both halves were gathered in the backward pass."""
+    if not target.startswith("cpu"):
+        needs(target)
+    specs: list[Spec] = [(("data",), ()), ((), ("model",)), (("model",), ())]
+    report, _ = compiled_for(target, interleaved, [f32(512, 256), f32(256, 2048), f32(1024, 256)], specs)
+    assert report.fidelity.value == 0
+    assert {row.kind for row in report.fidelity.rows} == {"all-reduce"}

@@ -134,6 +134,22 @@ class Packed(torch.nn.Module):
         return self.head(x + attended + x[:, 0].unsqueeze(1))
 
 
+class Interleaved(torch.nn.Module):
+    """A gate and what it lets through, whose features alternate in one projection (GPT-OSS)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 32)
+        self.both = torch.nn.Linear(32, 128)
+        self.down = torch.nn.Linear(64, 32)
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        both = self.both(x)
+        return self.head(x + self.down(both[..., ::2] * torch.sigmoid(both[..., 1::2])))
+
+
 class Masked(torch.nn.Module):
     """Attention that reads the residual as it is, under a mask of each row's own; then sums over rows."""
 
@@ -235,6 +251,7 @@ SCENARIOS = {
     "recurrent": (Recurrent, batch, loss_of, sgd),
     "packed": (Packed, batch, loss_of, sgd),
     "packed_whole": (Packed, batch, loss_of, sgd),
+    "interleaved": (Interleaved, batch, loss_of, sgd),
     "masked": (Masked, batch, loss_of_some, sgd),
     "fsdp_tp": (Net, batch, loss_of, sgd),
     "autocast": (Cast, batch, loss_of, sgd),

@@ -57,6 +57,7 @@ HINTS = {
     },
     "packed": {"tokens": "[data],[]", "packed.weight": "[model],[]", "embed.weight": "[model],[]"},
     "packed_whole": {"head.weight": "[model],[]"},
+    "interleaved": {"tokens": "[data],[]", "both.weight": "[model],[]", "down.weight": "[],[model]"},
 }  # fmt: skip
 """Programs as small as these are planned whole; this makes their plans worth carrying out."""
 

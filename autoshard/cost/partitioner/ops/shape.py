@@ -18,6 +18,7 @@ from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import Op
+from autoshard.graph.rules.shape import spreads
 from autoshard.program import TensorType
 
 Shape = tuple[int, ...]
@@ -63,15 +64,21 @@ def slice_(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emissi
 
 
 def pad(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
-    """Pad under the result's sharding; gather split dims with interior padding."""
+    """Pad under the result's sharding; gather split dims with interior padding, but those spread in place."""
     (result,) = results
     attrs = op.attrs
     shape = context.graph.type_of(op.operands[0]).shape
-    if any(interior and axes for interior, axes in zip(attrs["interior"], result, strict=True)):
+    spread = [spreads(*each) for each in zip(attrs["low"], attrs["high"], attrs["interior"], strict=True)]
+    gathered = [
+        interior > 0 and not (each and size % context.subaxes.ways(axes) == 0)
+        for interior, each, size, axes in zip(attrs["interior"], spread, shape, result, strict=True)
+    ]
+    if any(here and axes for here, axes in zip(gathered, result, strict=True)):
         whole = tuple(() if interior else axes for interior, axes in zip(attrs["interior"], result, strict=True))
         return context.moved(op, reads, (whole, *reads[1:]), context.share(op, result))
     windows = tuple(
-        Window(size, count, -low) for size, count, low in zip(shape, op.results[0].shape, attrs["low"], strict=True)
+        Window(size, size, 0) if each else Window(size, count, -low)
+        for size, count, low, each in zip(shape, op.results[0].shape, attrs["low"], spread, strict=True)
     )
     return _windowed(context, op, reads[0], result, result, windows)
 
