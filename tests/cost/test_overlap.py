@@ -103,9 +103,9 @@ def test_overlapped_is_between_compute_and_serial(step: Graph, device: str, name
     mesh = Mesh((8,), ("x",), device=device)
     found = predict(step, PLANS[name](step, mesh), mesh)
     assert found.compute_s <= found.overlapped_s <= found.step_time_s * (1 + 1e-9)
-    if name == "fsdp" or (name == "dp" and device == "h100:8"):
-        assert found.overlapped_s < found.step_time_s
-    if name == "dp" and device == "tpu-v5e:2x4":
+    if name in ("fsdp", "dp") and device == "h100:8":
+        assert found.overlapped_s < found.step_time_s * (1 - 1e-3)
+    if name in ("fsdp", "dp") and device == "tpu-v5e:2x4":  # FSDP gathers where the product reads, in line
         assert found.overlapped_s == pytest.approx(found.step_time_s)
 
 
