@@ -101,7 +101,7 @@ def network(*arguments: object) -> object:
 
 
 def test_what_a_loop_slices_is_stored_in_two_layouts_where_others_read_it() -> None:
-    """Of partial sums, on v5e: -44 % without it. Arguments are exact, the heap is predicted too small by 13 % of all."""
+    """Of partial sums, on v5e: -44 % without it. Arguments are exact, the heap is too small by 13 % of all."""
     types = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 8
     types += [jax.ShapeDtypeStruct((131072, 4096), jnp.bfloat16)] * 2
     report, _ = compiled_for(
