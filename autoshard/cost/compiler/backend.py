@@ -234,12 +234,7 @@ class Backend:
         sequence = tuple(sequence or self.order(kernels, deps, program))
         kernels, order = self.overlap(kernels, list(sequence), deps, program)
         live = liveness(kernels, order, program.arrays, self.buffer_bytes)
-        made = {array for kernel in kernels for array in kernel.writes}  # by no step: a loop's buffers
-        arguments = sum(
-            self.buffer_bytes(array)
-            for number, array in enumerate(program.arrays)
-            if array.maker < 0 and number not in made
-        )
+        arguments = sum(self.buffer_bytes(array) for array in program.arrays if array.maker < 0)
         outputs = sum(
             self.buffer_bytes(array)
             for array in program.arrays
