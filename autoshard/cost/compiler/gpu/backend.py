@@ -45,7 +45,7 @@ PREALLOCATED, SCHEDULED = 0.75, 0.8
 """Parts of a GPU's memory: a kind's `usable_bytes`, and what the latency hiding scheduler counts on, of which it fills
 `Device.slop` percent beside arguments and results (`GetSchedulerMemoryLimit`)."""
 COSTLY = EXPENSIVE - {"divide", "erf", "erf_inv", "reduce", "gather", "reduce_window"}
-"""Kinds that a reduction computes again in no kernel beside others, as compiled by jax 0.10.2 for H100."""
+"""Kinds whose result XLA stores where a reduction and another kernel read it (seen with jax 0.10.2, for H100)."""
 JOINING = frozenset({"concatenate", "pad"})
 """Loops that no Triton kernel holds."""
 SPLIT_K_SUM = "sum_of_parts"

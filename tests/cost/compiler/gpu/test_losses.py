@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-import autoshard
-from autoshard import manual
-from autoshard.cost.predict import predict
-from autoshard.mesh import Mesh
-from autoshard.stablehlo.annotate import annotate, donated
-from autoshard.stablehlo.reader import build_graph
-from autoshard.verify.compile import compile_module
+from tests.cost.peaks import peak_and_compiled
 
 pytest.importorskip("jax_plugins.xla_cuda12")
 
@@ -27,14 +21,8 @@ def test_centred_logits_are_computed_in_each_kernel_that_reads_them(smoothing: f
             return torch.nn.functional.cross_entropy(self.head(x).float(), labels, label_smoothing=smoothing)
 
     inputs = (torch.randn(4096, 256, dtype=torch.bfloat16), torch.randint(0, 32768, (4096,)))
-    program = autoshard.capture(
-        Net().bfloat16(), inputs, loss_fn=lambda loss: loss, optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
-    )
-    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
-    annotations = manual.PLANS["dp"](graph, mesh)
-    module = annotate(program, graph, annotations, mesh)
-    compiled = compile_module(module, "h100:8", donate=donated(program))
-    assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
+    peak, compiled = peak_and_compiled("h100:8", Net().bfloat16(), inputs, lambda loss: loss)
+    assert peak == pytest.approx(compiled.memory.peak, rel=0.05)
 
 
 def test_costly_ops_before_a_softmax_are_stored_in_f32() -> None:
@@ -50,14 +38,9 @@ def test_costly_ops_before_a_softmax_are_stored_in_f32() -> None:
             return torch.nn.functional.cross_entropy(logits.float(), labels)
 
     inputs = (torch.randn(8192, 256, dtype=torch.bfloat16), torch.randint(0, 4096, (8192,)))
-    program = autoshard.capture(
-        Net().bfloat16(), inputs, loss_fn=lambda loss: loss, optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
-    )
-    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
-    annotations = manual.PLANS["dp"](graph, mesh)
-    compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
+    peak, compiled = peak_and_compiled("h100:8", Net().bfloat16(), inputs, lambda loss: loss)
     assert "f32[1024,4096]" in compiled.hlo_text[compiled.hlo_text.index("\nENTRY") :]
-    assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
+    assert peak == pytest.approx(compiled.memory.peak, rel=0.05)
 
 
 def test_a_softmax_holds_no_concatenation_and_no_slice() -> None:
@@ -79,14 +62,6 @@ def test_a_softmax_holds_no_concatenation_and_no_slice() -> None:
             shares = torch.softmax((logits - logits.amax(-1, keepdim=True)).float(), -1)[..., :-1].to(x.dtype)
             return shares @ value
 
-    program = autoshard.capture(
-        Sinks().bfloat16(),
-        (torch.randn(16, 1024, 512, dtype=torch.bfloat16),),
-        loss_fn=lambda made: made.float().pow(2).mean(),
-        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
-    )
-    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
-    annotations = manual.PLANS["dp"](graph, mesh)
-    compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
-    peak = predict(graph, annotations, mesh).peak_memory_bytes
+    inputs = (torch.randn(16, 1024, 512, dtype=torch.bfloat16),)
+    peak, compiled = peak_and_compiled("h100:8", Sinks().bfloat16(), inputs)
     assert peak == pytest.approx(compiled.memory.peak, rel=0.15)  # a pad in f32 is stored in bf16

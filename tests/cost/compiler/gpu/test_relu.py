@@ -5,13 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-import autoshard
-from autoshard import manual
-from autoshard.cost.predict import predict
-from autoshard.mesh import Mesh
-from autoshard.stablehlo.annotate import annotate, donated
-from autoshard.stablehlo.reader import build_graph
-from autoshard.verify.compile import compile_module
+from tests.cost.peaks import peak_and_compiled
 
 pytest.importorskip("jax_plugins.xla_cuda12")
 
@@ -44,13 +38,5 @@ def perceptron() -> tuple[torch.nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("make", [convolutions, perceptron])
 def test_masks_of_relus_are_of_what_the_relus_read(make) -> None:
     model, given = make()
-    program = autoshard.capture(
-        model,
-        (given,),
-        loss_fn=lambda made: made.float().pow(2).mean(),
-        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
-    )
-    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
-    annotations = manual.PLANS["dp"](graph, mesh)
-    compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
-    assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
+    peak, compiled = peak_and_compiled("h100:8", model, (given,))
+    assert peak == pytest.approx(compiled.memory.peak, rel=0.05)

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-import autoshard
-from autoshard import manual
-from autoshard.cost.predict import predict
-from autoshard.mesh import Mesh
-from autoshard.stablehlo.annotate import annotate, donated
-from autoshard.stablehlo.reader import build_graph
-from autoshard.verify.compile import compile_module
+from tests.cost.peaks import peak_and_compiled
 
 pytest.importorskip("libtpu")
 
@@ -32,13 +26,6 @@ class Attention(torch.nn.Module):
 
 def test_probabilities_are_computed_again_in_three_products() -> None:
     """From scores of twice the bytes, and a maximum and a sum of each row, which count as nothing."""
-    program = autoshard.capture(
-        Attention().bfloat16(),
-        (torch.randn(16, 1024, 1024, dtype=torch.bfloat16),),
-        loss_fn=lambda made: made.float().pow(2).mean(),
-        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
-    )
-    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="tpu-v5e")
-    annotations = manual.PLANS["dp"](graph, mesh)
-    compiled = compile_module(annotate(program, graph, annotations, mesh), "tpu-v5e:2x4", donate=donated(program))
-    assert predict(graph, annotations, mesh).peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.1)
+    inputs = (torch.randn(16, 1024, 1024, dtype=torch.bfloat16),)
+    peak, compiled = peak_and_compiled("tpu-v5e:2x4", Attention().bfloat16(), inputs)
+    assert peak == pytest.approx(compiled.memory.peak, rel=0.1)

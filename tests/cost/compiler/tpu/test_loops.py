@@ -101,10 +101,10 @@ def network(*arguments: object) -> object:
 
 
 def test_what_a_loop_slices_is_stored_in_two_layouts_where_others_read_it() -> None:
-    """Of partial sums, on v5e: -44 % without it. Arguments are exact, the heap is too small by 13 % of all."""
+    """Of partial sums, on v5e: -44 % without it."""
     types = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 8
     types += [jax.ShapeDtypeStruct((131072, 4096), jnp.bfloat16)] * 2
     report, _ = compiled_for(
         "tpu-v5e:2x4", network, types, [ROWS] * 10, updates={number: number for number in range(8)}
     )
-    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.13)
+    assert report.prediction.peak_memory_bytes == pytest.approx(report.memory_bytes, rel=0.12)
