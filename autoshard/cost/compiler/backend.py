@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
+
 from autoshard.cost.compiler.heap import best_fit, packed
 from autoshard.cost.compiler.kernels import Fusion, Kernel
 from autoshard.cost.compiler.list_schedule import greedy
@@ -218,10 +220,21 @@ class Backend:
 
     def compile(self, program: Lowered) -> Compiled:
         """Kernels, schedule and memory of one device's program."""
+        return self.scheduled(*self.fused(program))
+
+    def fused(self, program: Lowered) -> tuple[list[Kernel], Lowered]:
+        """The kernels of one device's program before they are scheduled, and the program rewritten for them."""
         program = self.rewrites(program)
         kernels = self.fusion(program).kernels()
         self.store(kernels, program)
-        return self.scheduled(self.combine(kernels, program), program)
+        return self.combine(kernels, program), program
+
+    def listed(self, program: Lowered) -> Compiled:
+        """The kernels without schedule and memory; as scheduled for a device that places values on chip."""
+        if self.device.on_chip_bytes:
+            return self.compile(program)
+        kernels, program = self.fused(program)
+        return Compiled(program, tuple(kernels), Liveness(np.zeros(0), {}, {}, {}), 0, 0)
 
     def scheduled(self, kernels: list[Kernel], program: Lowered, sequence: Sequence[int] = ()) -> Compiled:
         """The schedule of a program's kernels, and its memory.

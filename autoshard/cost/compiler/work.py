@@ -78,7 +78,7 @@ def group_works(graph: Graph, groups: Groups, mesh: Mesh, device: Device) -> dic
     variants = [
         summed(program, partial(_ends, kinds, gradients, graph)) for kinds in (frozenset[str](), frozenset({"reduce"}))
     ]
-    compiled = [backend_of(larger(device, mesh.size)).compile(each) for each in variants]
+    compiled = [backend_of(larger(device, mesh.size)).listed(each) for each in variants]
     shared = [_Attribution(each.program, graph, groups, device) for each in compiled]
     laid = backend_of(device).layouts(program)
     attributed = _Attribution(program, graph, groups, device)
