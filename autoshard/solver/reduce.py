@@ -23,7 +23,10 @@ from autoshard.solver.eliminate import joint_classes, merge_classes
 from autoshard.solver.network import ImpossibleError, Network
 from autoshard.solver.problem import Array
 
-REDUCTION_ROUNDS = 20
+REDUCTION_ROUNDS, LEAST_REDUCED = 20, 1e-3
+"""Most rounds of all reductions, and the share of strategies, nodes, edges or memory terms that a round which is worth
+another drops.
+"""
 ROWS_KEPT = 0.98
 """Memory rows are looked through again while more than the rest of them go."""
 HUB = 16
@@ -35,7 +38,7 @@ MODULAR_ROUNDING = 1e-14
 
 
 def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, deadline: float = np.inf) -> None:
-    """Apply all reductions until nothing changes, or until `deadline` (of `time.perf_counter`).
+    """Apply all reductions until little changes, or until `deadline` (of `time.perf_counter`).
 
     Raises:
         ImpossibleError: the network is infeasible.
@@ -48,7 +51,7 @@ def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, dead
             step(net, deadline=deadline)
             if time.perf_counter() > deadline:
                 return
-        if _measure(net) == before:
+        if not any(was - now > LEAST_REDUCED * was for was, now in zip(before, _measure(net), strict=True)):
             break
     arc_consistency(net, deadline=deadline)
 
