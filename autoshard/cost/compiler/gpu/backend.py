@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from autoshard.cost.compiler.backend import Backend
 from autoshard.cost.compiler.gpu.estimates import kernel_seconds
+from autoshard.cost.compiler.gpu.merged_products import merged_products
 from autoshard.cost.compiler.gpu.split_k import Product, split_k
 from autoshard.cost.compiler.gpu.sums import Sums
 from autoshard.cost.compiler.kernels import EXPENSIVE, LOOPS, Fusion, Kernel
@@ -188,7 +189,8 @@ class GpuBackend(Backend):
     @property
     def rewrites(self) -> Passes[Lowered]:
         """Scatters and products as libraries and Triton take them, masks as the simplifier leaves them."""
-        return Passes((_masks_before, partial(scattered_onto, again=True), partial(_for_libraries, device=self.device)))
+        libraries = partial(_for_libraries, device=self.device)
+        return Passes((_masks_before, partial(scattered_onto, again=True), merged_products, libraries))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
@@ -409,11 +411,20 @@ def _for_libraries(program: Lowered, device: Device) -> Lowered:
             if padded != product.k:
                 reads[place] = rewriter.array(array, bytes=program.arrays[array].bytes * padded // product.k)
                 rewriter.emit(Step("pad", step.op, (array,), (reads[place],), values=step.values[place : place + 1]))
-        out = program.arrays[step.writes[0]]
-        cut = rewriter.array(step.writes[0], bytes=out.bytes * parts)
-        rewriter.emit(replace(step, reads=tuple(reads), writes=(cut,)))
-        rewriter.emit(Step(SPLIT_K_SUM, step.op, (cut,), step.writes))
+        cut = [_parts(rewriter, array, parts) for array in step.writes]
+        rewriter.emit(replace(step, reads=tuple(reads), writes=tuple(cut)))
+        for array, whole in zip(cut, step.writes, strict=True):
+            rewriter.emit(Step(SPLIT_K_SUM, step.op, (array,), (whole,)))
     return rewriter.result()
+
+
+def _parts(rewriter: Rewriter, array: int, parts: int) -> int:
+    """An array for the partial results of a split contraction, in f32 at least."""
+    whole = rewriter.arrays[array]
+    wide = whole.dtype in ("bf16", "f16")
+    found = rewriter.array(array, bytes=whole.bytes * parts * (2 if wide else 1))
+    rewriter.arrays[found].dtype = "f32" if wide else whole.dtype
+    return found
 
 
 def _gathers_inside(program: Lowered, step: Step) -> bool:
@@ -530,8 +541,8 @@ def _reads_few(one: Kernel, other: Kernel) -> bool:
 
 def _product(program: Lowered, step: Step) -> Product | None:
     """The local matrices of a dot; None if it is empty, or no candidate for split-K."""
-    kinds = [program.arrays[array].dtype for array in (*step.reads, step.writes[0])]
-    if len(step.reads) != 2 or len(program.graph.ops[step.op].attrs["lhs_contract"]) != 1 or "i32" in kinds[:2]:
+    kinds = [program.arrays[array].dtype for array in (*step.reads[:2], step.writes[0])]
+    if len(step.reads) < 2 or "i32" in kinds[:2]:
         return None
     sizes = matrices_of(program, step)
     return Product(*sizes, *map(dtype_bytes, kinds)) if min(sizes) else None

@@ -101,7 +101,8 @@ def test_a_left_operand_all_of_whose_rows_are_contracted_has_a_bitcast_of_its_ow
     arguments = [bf16(8, 1024, 512), bf16(8, 1024, 2048), bf16(512, 2048)]
     specs: list[Spec] = [((), (), ()), ((), (), ()), ((), ())]
     kernels, program = scheduled("h100:8", Mesh((8,), ("a",)), gradients, arguments, specs)
-    assert [tuple(_bitcasts(kernel, program).values()) for kernel in kernels] == [(True, False), (False,)]
+    products = [kernel for kernel in kernels if kernel.flops]
+    assert [tuple(_bitcasts(kernel, program).values()) for kernel in products] == [(True, False), (False,)]
 
 
 def block(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, scale: jax.Array) -> jax.Array:

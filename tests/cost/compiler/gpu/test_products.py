@@ -1,0 +1,45 @@
+"""Products that XLA's GPU compiler merges and splits, beside what it makes of them."""
+
+import re
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import manual
+from autoshard.cost.predict import predict
+from autoshard.mesh import Mesh
+from autoshard.stablehlo.annotate import annotate, donated
+from autoshard.stablehlo.reader import build_graph
+from autoshard.verify.compile import compile_module
+from tests.cost.peaks import squares
+
+pytest.importorskip("jax_plugins.xla_cuda12")
+
+
+class Gated(torch.nn.Module):
+    """Two products of one operand, and a third: so are the gradients of their weights."""
+
+    def __init__(self, width: int = 512, hidden: int = 1024) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = torch.nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("tokens", [1024, 1023])
+def test_products_of_one_operand_are_one_and_gradients_of_weights_are_split(tokens: int) -> None:
+    """1,023 positions, a row without its last token, are padded to the parts of a split contraction."""
+    model, given = Gated().bfloat16(), torch.randn(16, tokens, 512).bfloat16()
+    program = autoshard.capture(model, (given,), loss_fn=squares, optimizer=lambda own: torch.optim.SGD(own, lr=0.1))
+    graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
+    annotations = manual.PLANS["dp"](graph, mesh)
+    compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
+    found = predict(graph, annotations, mesh)
+    products = [kernel for kernel in found.compiled.kernels if kernel.flops]
+    assert len(products) == len(re.findall(r"%gemm_fusion_dot[.\d]* = ", compiled.hlo_text))
+    split = [kernel for kernel in products if found.compiled.program.arrays[kernel.writes[0]].shape is None]
+    assert len(split) == len(re.findall(r"%gemm_fusion_dot[.\d]* = f32\[\d+,\d+,\d+\]", compiled.hlo_text))
+    assert found.peak_memory_bytes == pytest.approx(compiled.memory.peak, rel=0.05)
