@@ -36,7 +36,8 @@ class Annotations:
 
     def read(self, value: Value, op: Op) -> Spec | None:
         """The annotation of `value` that an op reads, if there is one."""
-        copy = None if op.aten is None else self.copies.get((value, op.aten))
+        reader = op.reader(value)
+        copy = None if reader is None else self.copies.get((value, reader))
         return self.pins.get(value) if copy is None else copy
 
 

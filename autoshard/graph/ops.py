@@ -32,6 +32,7 @@ class Op:
         attrs: the attributes that its rule needs, as plain Python values (see `stablehlo/reader.py` for each kind's).
         aten: index of the aten op that it came from, or None.
         module: module path of that aten op, `""` where unknown.
+        scattered: of an addition that became a scatter (`simplify.py`), the aten op that scatters.
     """
 
     id: int
@@ -41,6 +42,11 @@ class Op:
     attrs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     aten: int | None = None
     module: str = ""
+    scattered: int | None = None
+
+    def reader(self, value: Value) -> int | None:
+        """The aten op that reads an operand, which a copy of it for this op names."""
+        return self.aten if self.scattered is None or value == self.operands[0] else self.scattered
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,8 @@ class Formulation:
                     continue
                 wanted = ways.read(position, chosen)
                 for op in group.readers(graph, value):
-                    if op.aten is not None:
-                        wants.setdefault((value, op.aten), []).append(wanted)
+                    if (reader := op.reader(value)) is not None:
+                        wants.setdefault((value, reader), []).append(wanted)
         read = {key: one_copy(specs) for key, specs in wants.items()}
         _as_read(graph, pins, read)
         copies = {key: spec for key, spec in read.items() if spec != pins[key[0]]}
@@ -583,8 +583,8 @@ class _Builder:
             for value, specs in zip(group.inputs, own.inputs, strict=True):
                 if self._copied(value) and not any(isinstance(spec, Partial) for spec in specs.choices):
                     for op in group.readers(self.graph, value):
-                        if op.aten is not None:
-                            wants.setdefault((value, op.aten), {})[group.id] = specs
+                        if (reader := op.reader(value)) is not None:
+                            wants.setdefault((value, reader), {})[group.id] = specs
         for (value, _), found in wants.items():
             *others, (last, read) = found.items()
             for other, wanted in others:

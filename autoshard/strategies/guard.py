@@ -162,10 +162,9 @@ def guarded(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotations:
     copies = dict(annotations.copies)
     for number, spec in padded_indices(graph, annotations, mesh).items():
         op = graph.ops[number]
-        along = _along_indices(graph, op)
-        if op.aten is not None and op.operands[-1] in annotatable:
-            whole = tuple(() if dim in along else axes for dim, axes in enumerate(spec))
-            copies[op.operands[-1], op.aten] = whole
+        along, updates = _along_indices(graph, op), op.operands[-1]
+        if (reader := op.reader(updates)) is not None and updates in annotatable:
+            copies[updates, reader] = tuple(() if dim in along else axes for dim, axes in enumerate(spec))
     annotations = _indices_whole(graph, replace(annotations, copies=copies), mesh)
     return _summed_once(graph, annotations, mesh)
 
@@ -181,10 +180,11 @@ def _indices_whole(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annota
             return annotations
         pins, copies = dict(annotations.pins), dict(annotations.copies)
         for op in (graph.ops[number] for number in found):
-            if of_updates and op.aten is not None and op.operands[-1] in {*graph.aten_outputs.values(), *pins}:
-                along, updates = _along_indices(graph, op), op.operands[-1]
-                spec = copies.get((updates, op.aten), pins.get(updates, ((),) * len(graph.type_of(updates).shape)))
-                copies[updates, op.aten] = tuple(() if dim in along else axes for dim, axes in enumerate(spec))
+            updates, reader = op.operands[-1], op.reader(op.operands[-1])
+            if of_updates and reader is not None and updates in {*graph.aten_outputs.values(), *pins}:
+                along = _along_indices(graph, op)
+                spec = copies.get((updates, reader), pins.get(updates, ((),) * len(graph.type_of(updates).shape)))
+                copies[updates, reader] = tuple(() if dim in along else axes for dim, axes in enumerate(spec))
             elif not of_updates:
                 for value in _whole_numbers_behind(graph, op.operands[len(op.results)]) & pins.keys():
                     pins[value] = ((),) * len(graph.type_of(value).shape)
@@ -239,8 +239,8 @@ def _summed_once(graph: Graph, annotations: Annotations, mesh: Mesh) -> Annotati
             op = graph.ops[number]
             for place, spec in enumerate(specs):
                 read, whole = _read_by_aten(graph, op, op.operands[place], _whole_where_summed(op, place, spec))
-                if op.aten is not None and read in annotatable:
-                    copies[read, op.aten] = whole
+                if (reader := op.reader(op.operands[place])) is not None and read in annotatable:
+                    copies[read, reader] = whole
         if not found:
             return annotations
         annotations = replace(annotations, copies=copies)

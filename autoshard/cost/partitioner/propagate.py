@@ -186,7 +186,7 @@ class _Propagation:
                 self.copies.append(Copy(value, spec))
         known: dict[tuple[Value, tuple[Spec, ...]], int] = {}
         for (value, aten), spec in annotations.copies.items():
-            readers = [op.id for op in self.graph.readers(value) if op.aten == aten]
+            readers = [op.id for op in self.graph.readers(value) if op.reader(value) == aten]
             if not readers:
                 continue
             chain = annotations.chain(value, spec)

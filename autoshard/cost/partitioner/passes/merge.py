@@ -87,7 +87,7 @@ class _Equal:
             return "splat", repr(self.folded.splat[value]), op.results
         if op.kind not in MERGED or op.attrs.get("reducer") == "other":
             return None
-        read = [self._read(operand, op.aten) for operand in op.operands]
+        read = [self._read(operand, op.reader(operand)) for operand in op.operands]
         return (
             op.kind,
             op.results,
@@ -116,7 +116,7 @@ class _Equal:
     def _consumers(self, value: Value) -> set[int | None]:
         """The aten ops that use a value or one equal to it."""
         if value not in self.consumers:
-            self.consumers[value] = {op.aten for op in self.graph.readers(value)}
+            self.consumers[value] = {op.reader(value) for op in self.graph.readers(value)}
         return self.consumers[value]
 
     def _join(self, before: Value, value: Value) -> None:

@@ -216,7 +216,9 @@ def _with_points_onto(graph: Graph) -> Graph | None:
             alone = len(graph.readers(value)) == 1 and value not in graph.returned
             points = _adds(one) and not one.attrs["window_dims"] and not _adds(graph.ops[other.op])
             if points and alone and splat.get(one.operands[0]) == 0:
-                changed[op.id] = replace(one, id=op.id, operands=(other, *one.operands[1:]), aten=op.aten)
+                changed[op.id] = replace(
+                    one, id=op.id, operands=(other, *one.operands[1:]), aten=op.aten, scattered=one.aten
+                )
                 changed[one.id] = replace(one, kind="constant", operands=(), attrs={"value": 0})
                 break
     return _with_ops(graph, list(changed.values()))
