@@ -30,7 +30,7 @@ class _Term:
         reduction: its last collective, with the bytes of the sum; after a padded reduce-scatter also the permute that
             moves slices into place.
         whole: the values from there to the add if a slice of them is read: partial sums until the sum is reduced.
-        reshaped: whether there is a reshape between them: of two, `ReshapeMover` makes one, of the sum.
+        reshaped: whether a reshape or transpose stands between them: of two, `ReshapeMover` makes one, of the sum.
     """
 
     maker: int
@@ -102,7 +102,7 @@ class _Summing:
         if cut and times > 1:
             return None
         reduction = tuple(replace(one, bytes=times * one.bytes) for one in last)
-        reshaped = maker.id in self.reshaped or any(self.graph.ops[each.op].kind == "reshape" for each in chain)
+        reshaped = maker.id in self.reshaped or any(self._stands(self.graph.ops[each.op]) for each in chain)
         return _Term(maker.id, reduction, tuple(chain) if cut else (), reshaped)
 
     def _chain(self, op: Op, place: int) -> Mapping[Value, Tiling]:
@@ -115,7 +115,7 @@ class _Summing:
             chain |= dict.fromkeys(unscaled(self.graph, turn.operands[0]), split)
             *_, value = chain
             turn = self.graph.ops[value.op]
-        if turn.kind == "transpose" and self._sinks(self.graph.ops[turn.operands[0].op]):
+        if turn.kind == "transpose":
             places = turn.attrs["permutation"]
             chain[turn.operands[0]] = tuple(split[places.index(dim)] for dim in range(len(split)))
         elif turn.kind == "reshape":
@@ -123,9 +123,12 @@ class _Summing:
             chain |= {} if before is None else {turn.operands[0]: before}
         return chain
 
-    def _sinks(self, maker: Op) -> bool:
-        """Whether a transpose of what an op makes is part of that op: of a product, or a gradient of a kernel."""
-        return maker.kind == "convolution" or is_transposed(self.context, maker)
+    def _stands(self, op: Op) -> bool:
+        """Whether an op is a reshape, or a transpose that is no part of the product or kernel's gradient before it."""
+        if op.kind != "transpose":
+            return op.kind == "reshape"
+        maker = self.graph.ops[op.operands[0].op]
+        return maker.kind != "convolution" and not is_transposed(self.context, maker)
 
 
 def _reduction(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

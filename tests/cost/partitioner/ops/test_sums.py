@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import autoshard
 from autoshard.cost.partitioner.partition import partition
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.graph.annotations import Annotations
@@ -11,6 +13,7 @@ from autoshard.graph.ops import Graph, Value
 from autoshard.mesh import Mesh, Spec
 from autoshard.program import AtenOp, TensorType
 from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.reader import build_graph
 from autoshard.verify.collectives import compiled_collectives, normalise
 from autoshard.verify.compile import compile_module
 from autoshard.verify.targets import TargetError, parse_target
@@ -287,6 +290,37 @@ def test_products_that_are_transposed_before_they_are_added_are_summed_once(fami
     wanted = Annotations({Value(at): (("data", "model"), ()) for at in graph.arguments})
     assert predicted(graph, wanted, family) == {("all-reduce", ("data", "model")): times * 128 * 64 * 4}
     assert compiled(graph, wanted, family) == predicted(graph, wanted, family)
+
+
+class Repeated(torch.nn.Module):
+    """One weight, transposed in the program for each of its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1024, 1024))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(x @ self.weight.t())
+        return x
+
+
+def test_gradients_that_are_annotated_and_then_transposed_are_summed_once() -> None:
+    """The automatic plan scatters each of the three gradients: 29 % of the bytes of a step on 8 H100 were too many."""
+    program = autoshard.capture(
+        Repeated().bfloat16(),
+        (torch.zeros(8192, 1024, dtype=torch.bfloat16),),
+        loss_fn=lambda made: made.float().square().mean(),
+        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+    )
+    graph = build_graph(program)
+    rows: Spec = (("data", "model"), ())
+    products = [graph.aten_outputs[op.index, 0] for op in program.ops if op.name == "aten.mm.default"]
+    gradients = [value for value in products if graph.type_of(value).shape == (1024, 1024)]
+    wanted = Annotations(dict.fromkeys(map(Value, graph.arguments[:2]), rows) | dict.fromkeys(gradients, rows[::-1]))
+    of = "reduce-scatter", ("data", "model")
+    assert len(gradients) == 3
+    assert compiled(graph, wanted, "gpu")[of] == predicted(graph, wanted, "gpu")[of] == 1024 * 1024 * 2
 
 
 KERNEL = (
