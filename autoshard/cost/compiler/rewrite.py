@@ -140,6 +140,7 @@ def canonical_dot(rewriter: Rewriter, step: Step, op: Op) -> None:
 
 def folded_transposes(program: Lowered) -> Lowered:
     """`TransposeFolding`: a dot reads the operand of a transpose of rows and columns; batch dims stay major-most."""
+    program = _turned_back(program)
     folds: dict[tuple[int, int], int] = {}  # dot and operand number -> the transpose's operand
     kept: set[int] = set()  # transposes with other users
     for number, step in enumerate(program.steps):
@@ -164,6 +165,29 @@ def folded_transposes(program: Lowered) -> Lowered:
         if number not in gone:
             reads = tuple(folds.get((number, place), array) for place, array in enumerate(step.reads))
             rewriter.emit(replace(step, reads=reads))
+    return rewriter.result()
+
+
+def _turned_back(program: Lowered) -> Lowered:
+    """What is transposed back is what was transposed (`AlgebraicSimplifier`)."""
+    arrays, ops = program.arrays, program.graph.ops
+    turns = {number for number, step in enumerate(program.steps) if step.kind == ops[step.op].kind == "transpose"}
+    back: dict[int, int] = {}  # transpose -> the array that it equals
+    for number in turns:
+        before = arrays[program.steps[number].reads[0]].maker
+        if before in turns and not arrays[program.steps[number].writes[0]].returned:
+            one, two = (ops[program.steps[each].op].attrs["permutation"] for each in (before, number))
+            if all(one[dim] == place for place, dim in enumerate(two)):
+                back[number] = program.steps[before].reads[0]
+    if not back:
+        return program
+    rewriter = Rewriter(program)
+    for number, step in enumerate(program.steps):
+        made = arrays[step.writes[0]] if number in turns else None
+        if number in back:
+            rewriter.instead[step.writes[0]] = back[number]
+        elif made is None or made.returned or not back.keys() >= set(made.readers):
+            rewriter.emit(step)
     return rewriter.result()
 
 

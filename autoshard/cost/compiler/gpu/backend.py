@@ -26,7 +26,7 @@ from autoshard.cost.compiler.kernels import EXPENSIVE, LOOPS, Fusion, Kernel
 from autoshard.cost.compiler.latency import Pressure, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, END, SLICE, Array, Lowered, Step, matrices_of
 from autoshard.cost.compiler.multi_output import merged_outputs
-from autoshard.cost.compiler.rewrite import Rewriter, scattered_onto
+from autoshard.cost.compiler.rewrite import Rewriter, folded_transposes, scattered_onto
 from autoshard.cost.compiler.rewrite_conv import cudnn_convolution, folded_kernels
 from autoshard.cost.compiler.schedule import Dependencies, Reads, combined
 from autoshard.cost.machine.device import Device
@@ -190,7 +190,8 @@ class GpuBackend(Backend):
     def rewrites(self) -> Passes[Lowered]:
         """Scatters and products as libraries and Triton take them, masks as the simplifier leaves them."""
         libraries = partial(_for_libraries, device=self.device)
-        return Passes((_masks_before, partial(scattered_onto, again=True), merged_products, libraries))
+        scattered = partial(scattered_onto, again=True)
+        return Passes((_masks_before, scattered, folded_transposes, merged_products, libraries))
 
     def fusion(self, program: Lowered) -> Fusion:
         """See `GpuFusion`."""
