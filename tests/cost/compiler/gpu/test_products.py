@@ -42,7 +42,7 @@ class Table(torch.nn.Module):
 
 
 def test_products_read_what_is_transposed_for_them() -> None:
-    """Two transposed copies of the table were predicted, and the automatic plan split it: 1.4 times data parallelism."""
+    """Two transposed copies of the table were predicted: the automatic plan, which split it, took 1.4 times as long."""
     peak, compiled = peak_and_compiled("h100:8", Table().bfloat16(), (torch.randn(1024, 512).bfloat16(),))
     assert peak == pytest.approx(compiled.memory.peak, rel=0.05)
 
