@@ -77,6 +77,7 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
     "tpu": replace(
         _OF_ACCELERATORS,
         merges_equal_ops=True,
+        calls_top_k=True,
         splits_top_k_and_norms=True,
         windowed_einsums=True,
         fuses_attention=True,

@@ -27,7 +27,7 @@ from autoshard.cost.machine.targets import CAPABILITIES, Target
 from autoshard.cost.partitioner.passes.merge import COMMUTES, EXPRESSIONS, MERGED
 from autoshard.cost.partitioner.passes.simplify import fold, simplified
 from autoshard.cost.partitioner.tiling import Subaxes, Tiling
-from autoshard.cost.partitioner.top_k import top_k_sorts
+from autoshard.cost.partitioner.top_k import sorts_parts, top_k_sorts
 from autoshard.cost.partitioner.transfer import FORWARD_LEVEL, PASS_THROUGH, Transfers
 from autoshard.graph.annotations import Annotations
 from autoshard.graph.groups import ELEMENTWISE
@@ -139,7 +139,7 @@ class _Propagation:
     def __init__(self, graph: Graph, annotations: Annotations, mesh: Mesh, target: Target = "cpu") -> None:
         self.folded = fold(graph)
         compiler = CAPABILITIES[target]
-        self.opaque = top_k_sorts(graph) if compiler.calls_top_k else frozenset[int]()
+        self.opaque = top_k_sorts(graph) if compiler.calls_top_k else {}
         self.graph: Graph = weakref.proxy(graph)  # a cache entry must not keep its graph alive
         self.merges = compiler.merges_equal_ops
         self.results_first = compiler.shards_results_first
@@ -367,19 +367,19 @@ class _Propagation:
         return Shardings(self.subaxes, made, tuple(self.copies), copied, self.reads, self.pins, own)
 
     def _split_calls(self) -> None:
-        """Let top-k calls run on each device's rows, if all devices split the rows.
+        """Let top-k calls run on each device's part, if all devices split the operand.
 
-        `HandleCustomCallTopK`: it reshards the results afterwards. Rows with replicas are gathered before.
+        `HandleCustomCallTopK`: it reshards the results afterwards. What has replicas is gathered before.
         """
-        for number in self.opaque:
+        for number, k in self.opaque.items():
             first, op = self.first[number], self.graph.ops[number]
-            rows = self.tiling[self.operands[first][0]]
-            if rows is None or rows[op.attrs["dim"]] or self.subaxes.tiles(rows) != self.subaxes.devices:
+            part = self.tiling[self.operands[first][0]]
+            if part is None or self.subaxes.tiles(part) != self.subaxes.devices:
                 continue
+            parts = self.subaxes.ways(part[op.attrs["dim"]])
             for node in range(first, self.first[number + 1]):
-                for one in (node, *self.users[node]):
-                    if not self.fixed[one]:
-                        self.tiling[one] = rows
+                if not self.fixed[node] and (parts == 1 or sorts_parts(op, k, parts)):
+                    self.tiling[node] = part
 
     def _unread(self, op: Op, result: int) -> Tiling | None:
         """The sharding of a result without users: that of its op, which costs nothing."""

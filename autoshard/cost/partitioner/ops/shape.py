@@ -16,6 +16,7 @@ from autoshard.cost.partitioner.ops.halo import Exchange, Window, exchange, exch
 from autoshard.cost.partitioner.partitioned import Emission, Tilings
 from autoshard.cost.partitioner.reshard.emitted import Step
 from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.cost.partitioner.top_k import sorts_parts, top_k_sorts
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.ops import Op
 from autoshard.graph.rules.shape import spreads
@@ -59,8 +60,28 @@ def slice_(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emissi
         Window(size, count, start, stride)
         for size, count, start, stride in zip(shape, op.results[0].shape, attrs["start"], attrs["stride"], strict=True)
     )
+    maker = context.graph.ops[op.operands[0].op]
+    if maker.kind == "sort" and _in_parts(context, maker, source):
+        return _first_of_parts(context, op, maker, source, result)
     run_as = source if context.subaxes.tiles(source) > context.subaxes.tiles(result) else result
     return _windowed(context, op, source, result, run_as, windows, resharded=True)
+
+
+def _in_parts(context: Context, op: Op, tiling: Tiling) -> bool:
+    """Whether a sort is a top-k call on parts of the sorted dim (`Propagation`)."""
+    axes, k = tiling[op.attrs["dim"]], top_k_sorts(context.graph).get(op.id)
+    calls = context.compiler.calls_top_k and context.subaxes.tiles(tiling) == context.subaxes.devices
+    return bool(calls and axes and k is not None and sorts_parts(op, k, context.subaxes.ways(axes)))
+
+
+def _first_of_parts(context: Context, op: Op, sort: Op, source: Tiling, result: Tiling) -> Emission:
+    """The first of each part are gathered along the sorted dim and sorted again; then the result is resharded."""
+    dim, kind = sort.attrs["dim"], op.results[0]
+    rows = (*source[:dim], (), *source[dim + 1 :])
+    size = math.prod(context.subaxes.shard(kind.shape, rows)) * dtype_bytes(kind.dtype)
+    gathered: Step = ("all-gather", context.resharder.names(source[dim]), size * context.subaxes.ways(source[dim]))
+    own = [gathered, *context.resharder.reshard(kind.shape, kind.dtype, rows, result)]
+    return context.moved(op, (source,), (source,), context.share(op, rows), own)
 
 
 def pad(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
@@ -221,7 +242,9 @@ def concatenated(
 
 def sort(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emission:
     """Move the sorted dim's axes as a concatenation does (`HandleSort`); all operands and results are split alike."""
-    run_as = moved_off(context, op.results[0].shape, results[0], op.attrs["dim"])
+    run_as = results[0]
+    if reads[0] != run_as or not _in_parts(context, op, run_as):
+        run_as = moved_off(context, op.results[0].shape, run_as, op.attrs["dim"])
     own: list[Step] = []
     for kind, result in zip(op.results, results, strict=True):
         own.extend(context.resharder.reshard(kind.shape, kind.dtype, run_as, result))
