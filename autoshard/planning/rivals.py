@@ -28,8 +28,8 @@ from autoshard.plans.value import SolverInfo
 from autoshard.strategies.formulate import annotatable
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
-PREDICTED_OPS = 10_000
-"""Most predictions of plans by hand, times ops of the program: they take a second or two."""
+PREDICTED_OPS = 30_000
+"""Most predictions of plans by hand, times ops of the program: they take two or three seconds."""
 _DOUBTED_OPS = 50_000
 """As many where the prices of kernels were far off: a choice by such prices says little."""
 _FAR_OFF = 1.25
