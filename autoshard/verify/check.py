@@ -52,6 +52,8 @@ class VerifyReport:
             by hand may.
         run: three training steps under the plan against one device, if asked for.
         cycles: libtpu's own estimate of the kernels, if asked for.
+        libraries: whether a GPU's products are all library calls: XLA found no tiling for one of its Triton kernels,
+            so that the program was compiled without them.
     """
 
     target: Target
@@ -63,6 +65,7 @@ class VerifyReport:
     wrong_sums: tuple[str, ...] = ()
     run: RunReport | None = None
     cycles: Cycles | None = None
+    libraries: bool = False
 
     @property
     def clock_s(self) -> float | None:
@@ -100,6 +103,7 @@ class VerifyReport:
             "bytes": {"predicted": self.prediction.compiled.moved_bytes, "compiled": self.judged.bytes},
             "rematerializations": len(self.rematerializations),
             "wrong_sums": list(self.wrong_sums),
+            "libraries": self.libraries,
         }
         if self.run is not None:
             found["run"] = self.run.as_dict()
@@ -130,6 +134,11 @@ class VerifyReport:
         if (clock := self.clock_s) is not None:
             lines.append(str(self.cycles))
             lines.append(f"step time by libtpu's clock, collectives as scheduled: {1e3 * clock:.3f} ms")
+        if self.libraries:
+            lines.append(
+                "XLA found no tiling for one of its Triton kernels: compiled without them, products are library calls "
+                "whose operands are padded; memory and time are those of that program"
+            )
         if self.rematerializations:
             lines.append(f"the partitioner rematerialised {len(self.rematerializations)} values in full:")
             lines += [f"  {text}" for text in self.rematerializations[:5]]
@@ -183,6 +192,7 @@ def compare_compiled(
         rematerializations=compiled.rematerializations,
         wrong_sums=wrong_sums(graph, annotations, targeted),
         cycles=compiled_cycles(parsed, kind, loop_trips(graph)) if cycles else None,
+        libraries="__cublas$" in compiled.hlo_text and "gemm_fusion" not in compiled.hlo_text,
     )
     return report, compiled
 

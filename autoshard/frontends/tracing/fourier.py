@@ -84,8 +84,10 @@ def _roots(size: int, rows: int, columns: int, like: torch.Tensor) -> tuple[torc
             f"a Fourier transform of {size} numbers is too long: torch_xla has none, and as a product with its matrix "
             f"it may have {MAX_FFT_SIZE}. Transform shorter pieces, or convolve instead"
         )
-    j, k = torch.arange(rows, device=like.device), torch.arange(columns, device=like.device)
-    angle = ((j.unsqueeze(-1) * k) % size).to(like.dtype) * (2 * math.pi / size)
+    j, k = (torch.arange(count, dtype=torch.int32, device=like.device) for count in (rows, columns))
+    turns = j.unsqueeze(-1) * k  # exact in float32, in parts of `size`
+    whole = (turns.to(torch.float32) * (1 / size)).floor().to(torch.int32)  # a TPU divides integers bit by bit
+    angle = (turns - whole * size).to(like.dtype) * (2 * math.pi / size)
     return angle.cos(), angle.sin()
 
 
