@@ -115,7 +115,8 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     right = found.prices == (1.0, 1.0) and step <= (1 + _SURE) * found.solver.objective
     sure = proved and right
     doubted = not 1 / _FAR_OFF <= found.prices[0] <= _FAR_OFF
-    count = max((_DOUBTED_OPS if doubted else PREDICTED_OPS) // max(1, len(graph.ops)), 0 if sure else 1)
+    count = (_DOUBTED_OPS if doubted else PREDICTED_OPS) // max(1, len(graph.ops))
+    count = count if count > 1 else 0 if sure else 1  # one of many plans says little
     if not count:  # making the plans by hand alone takes long for deep models
         return found
     mesh = found.mesh if found.slop is None else with_slop(found.mesh, None)  # rivals may fit with all latency hiding

@@ -89,7 +89,7 @@ def test_the_choice_stays_where_none_is_faster(graph):
 
 def test_the_solvers_own_plan_is_taken_as_it_is_written_by_hand(graph, monkeypatch):
     """With fewer annotations: compilers combine more where less is pinned."""
-    monkeypatch.setattr(rivals, "PREDICTED_OPS", len(graph.ops))
+    monkeypatch.setattr(rivals, "PREDICTED_OPS", 2 * len(graph.ops))
     monkeypatch.setattr(rivals, "_FASTER", 1.0)
     made = PLANS["dp"](graph, MESH)
     specs = predicted(graph, "dp").specs
@@ -175,7 +175,7 @@ def test_on_a_tpu_a_rival_is_no_slower_in_sequence_either(device, taken, graph):
 
 
 def test_a_large_program_has_no_rival_predicted_unless_its_gap_is_open(graph, monkeypatch):
-    monkeypatch.setattr(rivals, "PREDICTED_OPS", len(graph.ops) - 1)
+    monkeypatch.setattr(rivals, "PREDICTED_OPS", 2 * len(graph.ops) - 1)
     before = chosen(graph, "dp")
     assert or_by_hand(before, graph) == before
     for gap in (0.3, None):
