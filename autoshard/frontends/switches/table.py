@@ -17,7 +17,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `groups` | convolutions of groups with several features each, transposed ones of groups, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads, and end the process on gradients of transposed ones |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
-| `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice | torch_xla would look for the true ones |
+| `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `gather` at 32-bit indices | torch_xla would look for the true ones; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
 | `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist`, `torch.histc` between bounds | torch_xla has no lowering of them, or of their gradients; one looks at values |
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
@@ -352,6 +352,7 @@ replaces("activation", F.selu, torch.selu)(exact.selu)
 replaces("activation", F.celu, torch.celu)(exact.celu)
 replaces("activation", F.rrelu, torch.rrelu)(exact.rrelu)
 replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
+replaces("index", torch.gather, torch.Tensor.gather)(exact.gathered)
 replaces("index", torch.masked_scatter, torch.Tensor.masked_scatter)(exact.masked_scatter)
 replaces("index", torch.Tensor.masked_scatter_)(exact.masked_scatter_)
 for _truth in (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any):

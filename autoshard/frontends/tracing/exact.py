@@ -105,6 +105,15 @@ def masked_scatter_(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     return made if made is NotImplemented else x.copy_(made)
 
 
+def gathered(x: torch.Tensor, dim: Any, index: torch.Tensor, **options: Any) -> Any:
+    """`torch.gather` at 32-bit indices: of those a TPU's compiler sees that each row is read by itself."""
+    if options.get("sparse_grad") or not isinstance(dim, int) or index.dtype != torch.int64:
+        return NotImplemented
+    if any(size >= 2**31 for size in x.shape):
+        return NotImplemented
+    return torch.gather(x, dim, index.to(torch.int32))
+
+
 def is_mask(index: Any) -> bool:
     """Whether an index is a boolean mask (`uint8` is one too) of at least one dim."""
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
