@@ -174,11 +174,16 @@ def _turned_back(program: Lowered) -> Lowered:
     turns = {number for number, step in enumerate(program.steps) if step.kind == ops[step.op].kind == "transpose"}
     back: dict[int, int] = {}  # transpose -> the array that it equals
     for number in turns:
-        before = arrays[program.steps[number].reads[0]].maker
-        if before in turns and not arrays[program.steps[number].writes[0]].returned:
-            one, two = (ops[program.steps[each].op].attrs["permutation"] for each in (before, number))
-            if all(one[dim] == place for place, dim in enumerate(two)):
-                back[number] = program.steps[before].reads[0]
+        step = program.steps[number]
+        before = arrays[step.reads[0]].maker
+        if before not in turns or arrays[step.writes[0]].returned:
+            continue
+        first = program.steps[before]
+        if ops[step.op].operands[0].op != first.op:  # a reshape stands between
+            continue
+        one, two = (ops[each.op].attrs["permutation"] for each in (first, step))
+        if all(one[dim] == place for place, dim in enumerate(two)):
+            back[number] = first.reads[0]
     if not back:
         return program
     rewriter = Rewriter(program)
