@@ -105,13 +105,13 @@ def masked_scatter_(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     return made if made is NotImplemented else x.copy_(made)
 
 
-def gathered(x: torch.Tensor, dim: Any, index: torch.Tensor, **options: Any) -> Any:
+def gathered(input: torch.Tensor, dim: Any, index: torch.Tensor, **options: Any) -> Any:
     """`torch.gather` at 32-bit indices: of those a TPU's compiler sees that each row is read by itself."""
-    if options.get("sparse_grad") or not isinstance(dim, int) or index.dtype != torch.int64:
+    if options or not isinstance(dim, int) or index.dtype != torch.int64:
         return NotImplemented
-    if any(size >= 2**31 for size in x.shape):
+    if any(size >= 2**31 for size in input.shape):
         return NotImplemented
-    return torch.gather(x, dim, index.to(torch.int32))
+    return torch.gather(input, dim, index.to(torch.int32))
 
 
 def is_mask(index: Any) -> bool:
