@@ -1,7 +1,7 @@
 """Products of one operand become one product (XLA's `DotMerger`), of the others beside each other.
 
-Of two that merge, one moves few bytes, and neither depends on the other: queries, keys and values of narrow layers,
-gates, the gradients of their weights.
+Of two that merge, one moves few bytes, neither depends on the other, and their other operands have the same number of
+dims: queries, keys and values of narrow layers, gates, the gradients of their weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _groups(program: Lowered) -> Iterator[tuple[int, ...]]:
             dims = repr(program.graph.ops[step.op].attrs)
             dtypes = [program.arrays[array].dtype for array in (*step.reads, *step.writes)]
             for place, (array, shape) in enumerate(zip(step.reads, step.shapes, strict=True)):
-                sharing.setdefault((array, place, shape, dims, *dtypes), []).append(number)
+                rank = len(step.shapes[1 - place])
+                sharing.setdefault((array, place, shape, rank, dims, *dtypes), []).append(number)
     taken: set[int] = set()
     for dots in sharing.values():
         left = [number for number in dots if number not in taken]

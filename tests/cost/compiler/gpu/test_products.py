@@ -41,17 +41,35 @@ class Table(torch.nn.Module):
         return self.queries(x) @ self.keys.t()
 
 
+class Experts(torch.nn.Module):
+    """Products of one operand with weights of two and of three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(512, 8, bias=False)
+        self.low = torch.nn.Parameter(torch.zeros(8, 64, 512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.einsum("bd,erd->ber", x, self.low) * self.router(x).softmax(-1)[..., None]).sum(1)
+
+
 def test_products_read_what_is_transposed_for_them() -> None:
     """Two transposed copies of the table were predicted: the automatic plan, which split it, took 1.4 times as long."""
     peak, compiled = peak_and_compiled("h100:8", Table().bfloat16(), (torch.randn(1024, 512).bfloat16(),))
     assert peak == pytest.approx(compiled.memory.peak, rel=0.05)
 
 
-@pytest.mark.parametrize("tokens", [1024, 1023])
-def test_products_of_one_operand_are_one_and_gradients_of_weights_are_split(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "shape"), [(Gated, (16, 1024, 512)), (Gated, (16, 1023, 512)), (Experts, (8192, 512))]
+)
+def test_products_of_one_operand_are_one_and_gradients_of_weights_are_split(
+    model: type[torch.nn.Module], shape: tuple[int, ...]
+) -> None:
     """1,023 positions, a row without its last token, are padded to the parts of a split contraction."""
-    model, given = Gated().bfloat16(), torch.randn(16, tokens, 512).bfloat16()
-    program = autoshard.capture(model, (given,), loss_fn=squares, optimizer=lambda own: torch.optim.SGD(own, lr=0.1))
+    given = torch.randn(shape).bfloat16()
+    program = autoshard.capture(
+        model().bfloat16(), (given,), loss_fn=squares, optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
+    )
     graph, mesh = build_graph(program), Mesh((2, 4), ("data", "model"), device="h100")
     annotations = manual.PLANS["dp"](graph, mesh)
     compiled = compile_module(annotate(program, graph, annotations, mesh), "h100:8", donate=donated(program))
