@@ -528,7 +528,7 @@ class _Builder:
             else:
                 for reader, wanted in uses:
                     edge = self._edge(node, reader, self._reshard(value, specs, reader, wanted), self._runs(reader))
-                    self._gathers(value, edge, specs, wanted)
+                    self._gathers(value, edge, specs, wanted, self._moved_as(value, [reader]))
         return copies
 
     def _copy(self, value: Value, node: int, specs: Specs, uses: Sequence[tuple[int, Specs]]) -> Copy:
@@ -559,7 +559,7 @@ class _Builder:
                         into[row, kept + column] = np.inf
             self._matrices[key] = into
         edge = self._edge(node, copy, self._expand(key, self._matrices[key], specs, held), self._runs(uses[0][0]))
-        self._gathers(value, edge, specs, held)
+        self._gathers(value, edge, specs, held, item)
         for reader, wanted in uses:
             item, sliced = self._moved_as(value, [reader]), self._cut_out([reader])
             first, barrier = self._needs_nothing(value), self.groups.groups[reader - self.first_group].operand_number
@@ -573,7 +573,7 @@ class _Builder:
                             out[row, column] = 0.0 if _is_slice(spec, other) else np.inf
                 self._matrices[out_key] = out
             costs = self._expand(out_key, self._matrices[out_key], held, wanted)
-            self._gathers(value, self._edge(copy, reader, costs, self._runs(reader)), held, wanted)
+            self._gathers(value, self._edge(copy, reader, costs, self._runs(reader)), held, wanted, item)
         return Copy(value, held, same)
 
     def _shared_reads(self, ways: Sequence[Strategies]) -> None:
@@ -614,14 +614,16 @@ class _Builder:
         self.edge_costs.append(costs)
         return len(self.edges) - 1
 
-    def _gathers(self, value: Value, edge: int, rows: Specs, columns: Specs) -> None:
-        """Note an edge that reshards what is made of parameters alone."""
+    def _gathers(self, value: Value, edge: int, rows: Specs, columns: Specs, item: int) -> None:
+        """Note an edge that reshards what is made of parameters alone; `item`: bytes per element that move."""
         if value.op in self.weights:
-            key = ("hides", rows.choices, columns.choices)
+            key = ("hides", self.graph.type_of(value), item, rows.choices, columns.choices)
             if key not in self._matrices:
-                ends = [[(plain(row), plain(column)) for column in columns.choices] for row in rows.choices]
-                hidden = [[hides(*pair, self.mesh, self.device) for pair in pairs] for pairs in ends]
-                self._matrices[key] = np.array(hidden, dtype=float)
+                sources, wanted = [plain(row) for row in rows.choices], [plain(column) for column in columns.choices]
+                hidden = [[float(hides(one, other, self.mesh, self.device)) for other in wanted] for one in sources]
+                copies, moved = self._gathered_copies(value, item, sources, wanted)
+                with_copies = np.where(copies > 0.0, copies + moved, 1.0)
+                self._matrices[key] = np.array(hidden) * (1.0 - copies / with_copies)
             self.gathered[edge] = self._expand(key, self._matrices[key], rows, columns)
 
     def _follows(self, value: Value) -> bool:
@@ -673,6 +675,8 @@ class _Builder:
             if rows and columns:
                 ends = (kind.shape, item, rows, columns, self.mesh, self.device)
                 found = path_matrix(*ends) if copied else reshard_matrix(*ends)[0]
+                copies, direct = self._gathered_copies(value, item, rows, columns)
+                found = found + np.where(found < direct, 0.0, copies)
                 if self._follows(value):
                     found = np.array([[0.0 if row == column else np.inf for column in columns] for row in rows])
                 moved = np.where(found > 0.0, 1.0, 0.0)
@@ -691,6 +695,12 @@ class _Builder:
                 matrix[np.ix_(*whole)] = found
             self._matrices[key] = matrix
         return self._matrices[key]
+
+    def _gathered_copies(self, value: Value, item: int, rows: list[Spec], columns: list[Spec]) -> tuple[Matrix, Matrix]:
+        """Seconds of the copies behind gathers along several dims, and those of the direct reshards."""
+        kind = self.graph.type_of(value)
+        copies = self.prices.gathered_copies(kind, item, rows, columns)
+        return copies, reshard_matrix(kind.shape, item, rows, columns, self.mesh, self.device)[0]
 
     def _sort(self, value: Value) -> tuple[object, ...]:
         """The key of a value's reshard costs, beside its shardings."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from autoshard.attention.form import KINDS as ATTENTIONS
 from autoshard.cost.compiler.backends import backend_of
+from autoshard.cost.compiler.lowered import copies_of_gathered
 from autoshard.cost.compiler.work import GroupWork, Weights, group_works, last_products
 from autoshard.cost.machine import cycles
 from autoshard.cost.machine.collectives import Collective, saved_seconds, seconds
@@ -246,15 +247,41 @@ class Prices:
 
     def storing_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
         """Seconds of a kernel of its own that makes a device's shard of a tensor, under each of `specs`."""
+        item = dtype_bytes(kind.dtype)
+        return np.array(
+            [self._vector_seconds(math.prod(self.mesh.shard_shape(kind.shape, spec)), item) for spec in specs]
+        )
+
+    def _vector_seconds(self, elements: float, item: int, moved: float = 0.0) -> float:
+        """Of a TPU kernel that reads and writes elements of `item` bytes each, and moves `moved` in registers."""
         known = cycles.model_of(self.device)
         assert known is not None
-        found = []
-        for spec in specs:
-            elements = math.prod(self.mesh.shard_shape(kind.shape, spec))
-            words = elements * dtype_bytes(kind.dtype) / (4 * cycles.TILE)
-            done = cycles.Done((), {"tiles": elements / cycles.TILE, "read": words, "written": words})
-            found.append(cycles.kernel_seconds(done, 0.0, known.constants, self.device))
-        return np.array(found)
+        words = elements * item / (4 * cycles.TILE)
+        tiles = {"tiles": elements / cycles.TILE, "read": words, "written": words, "moved": moved / cycles.TILE}
+        return cycles.kernel_seconds(cycles.Done((), tiles), 0.0, known.constants, self.device)
+
+    def gathered_copies(self, kind: TensorType, item: int, rows: Sequence[Spec], columns: Sequence[Spec]) -> Matrix:
+        """Seconds of copies behind all-gathers along several dims from `rows` to `columns` (`copies_of_gathered`).
+
+        Args:
+            item: bytes per element.
+        """
+        found = np.zeros((len(rows), len(columns)))
+        if not self.device.compiler.lays_out_in_tiles or cycles.model_of(self.device) is None:
+            return found
+        fit, near = fit_of(kind.shape, self.mesh), near_on(self.mesh, rows, columns)
+        for i, row in enumerate(rows):
+            before = self.mesh.shard_shape(kind.shape, row)
+            for j, column in enumerate(columns):
+                after = self.mesh.shard_shape(kind.shape, column)
+                count = copies_of_gathered(before, after)
+                if not count or not near[i, j]:
+                    continue
+                steps = reshard_steps(row, column, self.mesh, self.device.target, fit).steps
+                if len(steps) == 1 and steps[0].kind == "all-gather":
+                    size = math.prod(after)
+                    found[i, j] = count * self._vector_seconds(size, item, size)
+        return found
 
     def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:
         """Seconds of a kernel that copies a device's shard of a tensor, under each of `specs`."""

@@ -7,6 +7,7 @@ and are computed in their users.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from autoshard.cost.compiler.experts import stages
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops
 from autoshard.cost.machine.targets import CAPABILITIES, Capabilities
-from autoshard.cost.machine.tiles import reshapes_in_place
+from autoshard.cost.machine.tiles import LANES, reshapes_in_place
 from autoshard.cost.partitioner.partitioned import Attention, Move, OpRun, Partitioned
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
@@ -592,10 +593,17 @@ class _Lowering:
             else:
                 self.arrays.append(Array(None, dtype, size, -1))
                 array = len(self.arrays) - 1
-            dim = self._dim(self.arrays[now].shape, self.arrays[array].shape)
+            before, after = self.arrays[now].shape, self.arrays[array].shape
+            dim = self._dim(before, after)
+            if last and after is None and size <= end:  # a rounded copy
+                after = self.shardings.subaxes.shard(self.graph.type_of(value).shape, tiling)
             parts = ways + 1 if collective.count > 1 else 1  # one more permute for the device's own shard
             now = self._rounded(now, collective, op)
-            self._step(collective.kind, op, (now,), (array,), collective=collective, dim=dim, parts=parts)
+            tiled = self.compiler.lays_out_in_tiles and collective.kind == "all-gather"
+            made = [self._like(array) for _ in range(copies_of_gathered(before, after) if tiled else 0)] + [array]
+            self._step(collective.kind, op, (now,), (made[0],), collective=collective, dim=dim, parts=parts)
+            for gathered, copy in itertools.pairwise(made):
+                self._step("copy", op, (gathered,), (copy,))
             now = array
         if self.arrays[now].bytes > end:
             array = self._array(value, -1, tiling)
@@ -675,6 +683,18 @@ class _Lowering:
                 assert updated is not None
                 self.updates[found] = updated
         return results
+
+
+def copies_of_gathered(before: Sequence[int] | None, after: Sequence[int] | None) -> int:
+    """How many copies put the shards of a gather along several dims side by side, in tiles.
+
+    libtpu 0.0.51 gathers them one after the other. One copy moves rows of tiles; where a shard is wider than a tile,
+    the next one moves tiles of fewer rows, as v5e, v5p and v6e compile single products.
+    """
+    if before is None or after is None or len(before) != len(after):
+        return 0
+    several = sum(one != other for one, other in zip(before, after, strict=True)) > 1
+    return several + (several and before[-1] != after[-1] and before[-1] > LANES)
 
 
 def _summed(op: Op) -> list[tuple[int, ...]]:
