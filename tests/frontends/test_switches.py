@@ -276,6 +276,37 @@ CASES: dict[str, Case] = {
             (S, S, S), (2, 2, 2),
         ), (random(3, S, V),),
     ),
+    "spectrogram": (
+        lambda x: torch.stft(
+            x.flatten(1), 6, 2, window=torch.hann_window(6, device=x.device), return_complex=True
+        ).abs(), (x,),
+    ),
+    "lengths and angles": (lambda x: torch.fft.rfft(x).abs() + torch.fft.rfft(x).angle() + x[..., :1].angle(), (x,)),
+    "length of zero": (lambda x: torch.fft.rfft(x * 0).abs(), (x,)),
+    "back from a spectrogram": (
+        lambda x: torch.istft(
+            torch.stft(x.flatten(1), 6, 2, 4, torch.hann_window(4, device=x.device), return_complex=True),
+            6, 2, 4, torch.hann_window(4, device=x.device), length=S * D - 1,
+        ), (x,),
+    ),
+    "back from both sides": (
+        lambda x: torch.istft(
+            torch.stft(
+                x.flatten(1), 6, 2, 6, torch.ones(6, device=x.device), normalized=True, onesided=False,
+                return_complex=True,
+            ), 6, 2, 6, torch.ones(6, device=x.device), normalized=True,
+        ), (x,),
+    ),
+    "derivatives of samples": (
+        lambda x, w: torch.func.vmap(torch.func.grad(lambda v: F.linear(v, w).square().sum()))(x),
+        (x, random(4, D)),
+    ),
+    "Jacobians forward": (
+        lambda x, w: torch.func.vmap(torch.func.jacfwd(lambda v: F.linear(v, w).tanh()))(x[0]), (x, random(4, D)),
+    ),
+    "Jacobians backward": (
+        lambda x, w: torch.func.vmap(torch.func.jacrev(lambda v: F.linear(v, w).tanh()))(x[0]), (x, random(4, D)),
+    ),
     "solved": (lambda a, b: torch.linalg.solve(a + 5 * torch.eye(D, device=a.device), b), (random(D, D), random(D, 3))),
     "solved for vectors": (
         lambda a, b: torch.linalg.solve(a + 5 * torch.eye(D, device=a.device), b), (random(B, D, D), random(B, D)),

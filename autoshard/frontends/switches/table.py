@@ -19,7 +19,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
 | `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `gather` at 32-bit indices | torch_xla would look for the true ones; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
-| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist`, `torch.histc` between bounds | torch_xla has no lowering of them, or of their gradients; one looks at values |
+| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist`, `torch.histc` between bounds, `torch.istft`, lengths and angles of complex numbers | torch_xla has no lowering of them, or of their gradients; two look at values |
 | `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
@@ -62,7 +62,7 @@ from autoshard.frontends.switches.handlers import (
 from autoshard.frontends.switches.loops import unrolled
 from autoshard.frontends.switches.remat import recomputing
 from autoshard.frontends.switches.transformers_library import transformers_traced
-from autoshard.frontends.tracing import exact, ops
+from autoshard.frontends.tracing import exact, fourier, ops
 
 DEFAULT: tuple[str, ...] = SWITCHES
 
@@ -133,7 +133,7 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
                 return _backward(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head_attention(*args, **kwargs)
-        handler = self.handlers.get(func)
+        handler = None if _differentiates() else self.handlers.get(func)
         if handler is not None and any(on_xla(a) for a in (*args, *kwargs.values())):
             result = handler(*args, **kwargs)
             if result is not UNTOUCHED:
@@ -150,6 +150,17 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
                     return result
             with body_of_functional():
                 return func(*args, **kwargs)
+
+
+def _differentiates() -> bool:
+    """Whether a transform of `torch.func` takes derivatives here: it needs torch's own functions."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() in _DERIVATIVES for level in levels)
+
+
+_DERIVATIVES = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
 
 
 def _backward(
@@ -365,6 +376,15 @@ replaces("losses", torch.logdet, torch.Tensor.logdet)(losses.logdet)
 replaces("losses", torch.slogdet, torch.Tensor.slogdet, torch.linalg.slogdet)(losses.slogdet)
 replaces("losses", F.ctc_loss)(losses.ctc)
 replaces("losses", torch.histc, torch.Tensor.histc)(losses.histc)
+replaces("losses", torch.istft, torch.Tensor.istft)(fourier.inverse_stft)
+replaces("losses", torch.angle, torch.Tensor.angle)(fourier.angle)
+
+
+@replaces("losses", torch.abs, torch.absolute, torch.Tensor.abs, torch.Tensor.absolute, torch.Tensor.__abs__)
+def _absolute(input: torch.Tensor, **kwargs: Any) -> Any:
+    return fourier.absolute(input) if input.is_complex() and not kwargs else UNTOUCHED
+
+
 for _rank, _mean in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), 1):
     replaces("pools", _mean)(partial(pools.adaptive_average, rank=_rank))
 for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), 1):

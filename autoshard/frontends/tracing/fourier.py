@@ -66,6 +66,64 @@ def fft_c2r(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_si
     return _times(pair[0], cos * weight, last) - _times(pair[1], sin * weight, last)
 
 
+def absolute(x: torch.Tensor) -> torch.Tensor:
+    """`torch.abs` of complex numbers, of which torch_xla's has no gradient; that of zero is zero."""
+    real, imaginary = _parts(x)
+    square = real * real + imaginary * imaginary
+    zero = square == 0
+    return torch.where(zero, torch.zeros_like(square), torch.where(zero, torch.ones_like(square), square).sqrt())
+
+
+def angle(x: torch.Tensor) -> torch.Tensor:
+    """`torch.angle`."""
+    real, imaginary = _parts(x) if x.is_complex() else (x, torch.zeros_like(x))
+    return torch.atan2(imaginary, real)
+
+
+def inverse_stft(  # noqa: PLR0913  (as torch.istft)
+    x: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> torch.Tensor:
+    """`torch.istft`, which looks at whether windows cover every sample; where none does, the result is not finite.
+
+    Args:
+        x: [..., frequencies, frames].
+    """
+    hop, width, frames = hop_length or n_fft // 4, win_length or n_fft, x.transpose(-2, -1)
+    real = x.real.dtype
+    window = torch.ones(width, dtype=real, device=x.device) if window is None else window
+    left = (n_fft - width) // 2
+    window = torch.nn.functional.pad(window, (left, n_fft - width - left))
+    norm = "ortho" if normalized else "backward"
+    half = x.shape[-2] != n_fft if onesided is None else onesided
+    if return_complex or not half:
+        pieces = list(_parts(torch.fft.ifft(frames, n_fft, -1, norm)))[: 1 + return_complex]
+    else:
+        pieces = [torch.fft.irfft(frames, n_fft, -1, norm)]
+    count = frames.shape[-2]
+    whole = n_fft + hop * (count - 1)
+    start = n_fft // 2 if center else 0
+    end = whole - start if length is None else min(whole, start + length)
+
+    def overlapped(piece: torch.Tensor) -> torch.Tensor:
+        shape = [*piece.shape[:-2], whole]
+        return torch.ops.aten.unfold_backward(piece, shape, len(shape) - 1, n_fft, hop)[..., start:end]
+
+    covered = overlapped(window.square().expand(count, n_fft))
+    found = [overlapped(piece * window) / covered for piece in pieces]
+    if length is not None and length > end - start:
+        found = [torch.nn.functional.pad(each, (0, length - (end - start))) for each in found]
+    return complex_of(*found) if return_complex else found[0]
+
+
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     both = torch.view_as_real(x.resolve_conj() if x.is_conj() else x)
     return both.select(-1, 0), both.select(-1, 1)
