@@ -38,8 +38,8 @@ def before_broadcast(
 ) -> tuple[Step, ...]:
     """`AllGatherBroadcastReorder`, on GPU and TPU: a broadcast follows the all-gather of its operand.
 
-    Along a dim that the broadcast adds, a GPU gathers nothing at all; a TPU gathers one copy of a vector per shard, but
-    only the operand itself if that has more dims (measured, libtpu 0.0.51). Of scalars nothing is exchanged.
+    Along a dim that the broadcast adds, a GPU gathers nothing at all; a TPU gathers one copy of the operand per shard,
+    if the broadcast adds another dim, too (libtpu 0.0.51). Of scalars nothing is exchanged.
     """
     if not context.compiler.gathers_before_broadcasts:
         return steps
@@ -60,7 +60,7 @@ def before_broadcast(
         return steps
     if context.compiler.gathers_no_repeats:
         return ()
-    if len(small) > 1:
+    if all(size == 1 or dim in carried | gathered for dim, size in enumerate(large)):
         return steps
     parts = math.prod(context.subaxes.ways(source[dim]) // context.subaxes.ways(target[dim]) for dim in gathered)
     return tuple((kind, axes, size * math.prod(small) * parts // math.prod(large)) for kind, axes, size in steps)
