@@ -373,8 +373,12 @@ class _Builder:
             value = Value(op_id)
             found[value] = Specs(choices, np.arange(len(choices), dtype=np.int32))
             self.made[value] = (len(self.node_costs), found[value])
-            fed = UNREAD * self._bytes(value, choices) / self.device.reachable_bandwidth
-            self._node(fed if value in self.inputs and not even else np.zeros(len(choices)), argument.name)
+            cost = np.zeros(len(choices))
+            if value in self.inputs and not even:
+                cost = UNREAD * self._bytes(value, choices) / self.device.reachable_bandwidth
+            elif argument.role == "parameter" and self.device.target == "gpu":  # others are updated in copies
+                cost = UNREAD * self.device.kernel_overhead * np.array([any(spec[1:]) for spec in choices], float)
+            self._node(cost, argument.name)
         return found
 
     def _groups(self) -> list[Strategies]:
