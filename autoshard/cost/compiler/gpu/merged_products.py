@@ -62,11 +62,14 @@ def _groups(program: Lowered) -> Iterator[tuple[int, ...]]:
         left = [number for number in dots if number not in taken]
         while left:
             members, rest, size = [left[0]], list[int](), _moved(program, left[0])
+            after = set[int]()  # steps that need one of the members
+            _needing(program, left[0], left[-1], after)
             for number in left[1:]:
                 small = min(size, _moved(program, number)) <= THRESHOLD
-                if small and not any(_depends(program, each, number) for each in members):
+                if small and number not in after:
                     members.append(number)
                     size += _moved(program, number)
+                    _needing(program, number, left[-1], after)
                 else:
                     rest.append(number)
             if len(members) > 1:
@@ -81,18 +84,15 @@ def _moved(program: Lowered, number: int) -> int:
     return sum(program.arrays[array].bytes for array in (*step.reads, *step.writes))
 
 
-def _depends(program: Lowered, first: int, last: int) -> bool:
-    """Whether step `last` needs what step `first` makes."""
-    stack, seen = [first], {first}
+def _needing(program: Lowered, first: int, last: int, found: set[int]) -> None:
+    """Add the steps up to `last` that need what step `first` makes."""
+    stack = [first]
     while stack:
         for array in program.steps[stack.pop()].writes:
             for reader in program.arrays[array].readers:
-                if reader == last:
-                    return True
-                if reader < last and reader not in seen:
-                    seen.add(reader)
+                if reader <= last and reader not in found:
+                    found.add(reader)
                     stack.append(reader)
-    return False
 
 
 def _together(steps: Sequence[Step], program: Lowered) -> Step:
