@@ -30,6 +30,8 @@ from autoshard.strategies.shared import solved_together
 
 REPRICED = 2
 """Most times that a problem is solved again with prices that agree with the prediction of its last solution."""
+LONGER, LEAST = 3.0, 10.0
+"""Most times as long, or so many seconds, that such a problem is solved as the first one."""
 AGREE = 0.05
 """Fraction of the predicted step by which the objective may differ."""
 
@@ -203,19 +205,22 @@ class OneMesh:
         """
         began = time.process_time()
         found = self._chosen(formulation, settings, share, start)
-        latest = settings.deadline - (time.process_time() - began)
+        took = time.process_time() - began
+        latest = settings.deadline - took
         for _ in range(REPRICED):
             assert found.solver is not None
             assert found.decision is not None
             objective, prediction = found.solver.objective, found.prediction
             serial = objective + share * _hideable(formulation, found)
             step = prediction.step_time_s
-            if abs(step - serial) <= AGREE * step or time.process_time() > latest:
+            late = time.process_time() > latest or found.decision.solution.status is Status.TIME_LIMIT
+            if abs(step - serial) <= AGREE * step or late:
                 break
             kernels = formulation.kernel_seconds(found.decision.solution.choice)
             rates = _rate(prediction.compute_s, kernels), _rate(prediction.communication_s, serial - kernels)
             formulation = formulation.repriced(*rates)
-            again = self._chosen(formulation, settings, share, found)
+            deadline = min(settings.deadline, time.process_time() + max(LEAST, LONGER * took))
+            again = self._chosen(formulation, replace(settings, deadline=deadline), share, found)
             if again.time > found.time:
                 objective = rates[0] * kernels + rates[1] * (objective - kernels)
                 return replace(found, solver=_as_priced(again.solver, objective), prices=again.prices)
