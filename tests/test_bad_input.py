@@ -78,7 +78,8 @@ def test_inputs_of_another_dtype_than_the_weights(dtype: torch.dtype) -> None:
 
 
 def test_inputs_that_torch_would_refuse() -> None:
-    refused("sparse", mlp(), X.to_sparse())
+    refused(r"sparse.*`\.to_dense\(\)`", mlp(), X.to_sparse())
+    refused(r"`\.to_padded_tensor", mlp(), torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged))
     refused("classes as whole numbers", nn.Linear(8, 3), (X, X[:, 0]), loss_fn=F.cross_entropy)
 
 

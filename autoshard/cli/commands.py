@@ -402,7 +402,7 @@ def verify(
     if status == "differ":
         say("not verified: the numbers under the plan are not those of one device")
     elif status == "not decided":
-        say("not verified: numbers are off by what one device is off by too")
+        say("not decided: nothing was found wrong, but PyTorch on one device rounds as much as this (docs/verify.md)")
     if as_json:
         said = {"plan": str(plan_file), "passed": passed, "max_fidelity": max_fidelity}
         print_json({**said, **report.as_dict(), **stages.spent()})

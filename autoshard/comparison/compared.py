@@ -183,11 +183,12 @@ class Comparison:
             header.append("step by libtpu")
         lines, bars = [header], self.bars
         fitting = [figures.overlapped_s for _, figures in self._figures(compiled) if self._fits(figures)]
+        tied = [each for each in fitting if bars is not None and bars.tied(min(fitting), each)]
         for row, figures in self._figures(compiled):
             times = (figures.step_time_s, figures.overlapped_s, figures.compute_s, figures.communication_s)
             moved, peak = sum(each.bytes for each in figures.collectives), figures.peak_memory_bytes
             share = "" if self.memory is None else f"{peak / self.memory:.0%}" + ("" if self._fits(figures) else " !")
-            near = bars is not None and self._fits(figures) and bars.tied(min(fitting), figures.overlapped_s)
+            near = len(tied) > 1 and self._fits(figures) and figures.overlapped_s in tied
             line = [row.name + " ~" * near, *map(duration, times), f"{figures.mfu:.1%}", size(moved), size(peak), share]
             if compiled:
                 line.append("-" if row.fidelity is None else f"{row.fidelity:.1%}")

@@ -221,3 +221,17 @@ def test_the_compilers_clock_needs_a_tpu():
     for target, said in (("cpu", "only libtpu estimates cycles"), (None, "cycles=True needs a target")):
         with pytest.raises(ValueError, match=said):
             autoshard.compare(network(), INPUTS, loss_fn=loss_fn, mesh="2x2", target=target, plans=["dp"], cycles=True)
+
+
+@pytest.mark.parametrize(("slower", "marked"), [(1.01, ["auto", "dp"]), (2.0, [])])
+def test_a_tie_is_marked_where_there_is_another_plan_in_it(slower: float, marked: list[str]) -> None:
+    """The fastest plan was marked alone, though the next one took 2.6 times as long."""
+    mesh = Mesh((2, 2), ("data", "model"), device="h100:4")
+    found = autoshard.compare(network(), INPUTS, mesh=mesh, loss_fn=torch.nn.functional.mse_loss, optimizer=sgd)
+    first = found["auto"]
+    times = {
+        name: replace(first.predicted, overlapped_s=1e-3 * factor) for name, factor in (("dp", slower), ("auto", 1.0))
+    }
+    rows = [replace(row, plan=replace(row.plan, predicted=times[row.name])) for row in found.rows if row.name in times]
+    text = str(replace(found, rows=tuple(rows)))
+    assert [name for name in ("auto", "dp") if f"{name} ~" in text] == marked

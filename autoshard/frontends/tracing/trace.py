@@ -128,7 +128,8 @@ def check_placeable(like: torch.Tensor) -> None:
     if like.dtype not in torch_dtypes():
         raise CaptureError(f"tensors of dtype {like.dtype} cannot be captured")
     if like.layout is not torch.strided:
-        raise CaptureError(f"tensors of layout {like.layout} cannot be captured; only dense ones (`.to_dense()`)")
+        dense = ".to_padded_tensor(0.0)" if like.is_nested else ".to_dense()"
+        raise CaptureError(f"tensors of layout {like.layout} cannot be captured; only dense ones (`{dense}`)")
 
 
 @dataclass
