@@ -1,5 +1,7 @@
 """Fourier transforms as products with matrices that the step makes."""
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 
@@ -25,3 +27,21 @@ def test_roots_need_no_division_of_integers() -> None:
 
     graph = build_graph(autoshard.capture(Net(), (torch.randn(4, 64),)))
     assert not [op for op in graph.ops if op.kind in ("remainder", "divide") and op.results[0].dtype.startswith("i")]
+
+
+@pytest.mark.parametrize("window", [torch.hann_window, torch.kaiser_window], ids=lambda made: made.__name__)
+def test_windows_are_made_on_the_host_where_torch_writes_them_out(window: Callable[..., torch.Tensor]) -> None:
+    """Without torch_xla a model that makes a window ended in a RecursionError."""
+
+    class Net(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = super().forward(x)
+            return torch.stft(made, 8, 4, window=window(8, device=made.device), return_complex=True).abs()
+
+    def train(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    program = autoshard.capture(
+        Net(64, 64), (torch.randn(4, 64),), loss_fn=torch.sum, optimizer=train, frontend="torchax"
+    )
+    assert build_graph(program).outputs

@@ -207,6 +207,8 @@ class _KeepsData(TorchFunctionMode):  # type: ignore[misc]
                 return func(*args, **kwargs)
             asked = {key: value for key, value in kwargs.items() if key not in ("device", "requires_grad")}
             return func(*args, **asked).to(META).requires_grad_(bool(kwargs.get("requires_grad")))
+        if func in _WINDOWS and names_it(kwargs.get("device")):
+            return func(*args, **{**kwargs, "device": None}).to(META)
         if func is torch.Tensor.new_tensor and args[0].device == META:
             asked = {"dtype": args[0].dtype if args[0].is_floating_point() else None} | kwargs
             asked.pop("device", None)
@@ -214,6 +216,12 @@ class _KeepsData(TorchFunctionMode):  # type: ignore[misc]
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             args = (args[0], _indices(args[1]), *args[2:])
         return func(*args, **kwargs)
+
+
+_WINDOWS = frozenset(
+    {torch.hann_window, torch.hamming_window, torch.blackman_window, torch.bartlett_window, torch.kaiser_window}
+)
+"""Factories that torch writes out in C++, where no dispatch mode sees the ops."""
 
 
 def _indices(index: Any) -> Any:
