@@ -58,7 +58,8 @@ SMALL_SUMS = 0.01
 UNREAD = 1e-6
 """Cost of a shard that no kernel reads, in readings of it from device memory. It decides ties alone: a floating-point
 input, that a loader feeds beside the step, and gathered rows that each of their users gathers. Integers (ids, labels)
-cost nothing: a sum over split labels takes an all-reduce."""
+cost nothing: a sum over split labels takes an all-reduce. So much of a kernel launch costs, on a GPU, a parameter split
+along another dim than the first, which XLA updates transposed and copies back."""
 SUMMED = CONTRACTIONS | {"scatter"}
 """Kinds whose result is a partial sum if the contracted or reduced dim is split."""
 
@@ -376,7 +377,7 @@ class _Builder:
             cost = np.zeros(len(choices))
             if value in self.inputs and not even:
                 cost = UNREAD * self._bytes(value, choices) / self.device.reachable_bandwidth
-            elif argument.role == "parameter" and self.device.target == "gpu":  # others are updated in copies
+            elif argument.role == "parameter" and self.device.target == "gpu":  # its scattered gradient is major-most
                 cost = UNREAD * self.device.kernel_overhead * np.array([any(spec[1:]) for spec in choices], float)
             self._node(cost, argument.name)
         return found

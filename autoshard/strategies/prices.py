@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from autoshard.attention.form import KINDS as ATTENTIONS
 from autoshard.cost.compiler.backends import backend_of
-from autoshard.cost.compiler.lowered import copies_of_gathered
 from autoshard.cost.compiler.work import GroupWork, Weights, group_works, last_products
 from autoshard.cost.machine import cycles
 from autoshard.cost.machine.collectives import Collective, saved_seconds, seconds
@@ -23,6 +22,7 @@ from autoshard.cost.machine.compute import BODIES, MATRIX_WORK, body_work, op_fl
 from autoshard.cost.machine.cycles import beside_traffic
 from autoshard.cost.machine.device import Device
 from autoshard.cost.machine.measured import is_timed, matrix_seconds
+from autoshard.cost.machine.tiles import copies_of_gathered
 from autoshard.cost.partitioner.reshard.price import fit_of, near_on, reshard_matrix, reshard_steps
 from autoshard.dtypes import dtype_bytes
 from autoshard.graph.groups import Group, Groups
@@ -253,7 +253,7 @@ class Prices:
         )
 
     def _vector_seconds(self, elements: float, item: int, moved: float = 0.0) -> float:
-        """Of a TPU kernel that reads and writes elements of `item` bytes each, and moves `moved` in registers."""
+        """Seconds of a TPU kernel that reads and writes elements of `item` bytes, and moves `moved` in registers."""
         known = cycles.model_of(self.device)
         assert known is not None
         words = elements * item / (4 * cycles.TILE)
@@ -267,20 +267,17 @@ class Prices:
             item: bytes per element.
         """
         found = np.zeros((len(rows), len(columns)))
-        if not self.device.compiler.lays_out_in_tiles or cycles.model_of(self.device) is None:
+        if len(kind.shape) < 2 or not self.device.compiler.lays_out_in_tiles or cycles.model_of(self.device) is None:
             return found
+        before, after = ([self.mesh.shard_shape(kind.shape, spec) for spec in specs] for specs in (rows, columns))
+        small, large = np.array(before)[:, None], np.array(after)[None]
+        several = (small <= large).all(axis=2) & ((small != large).sum(axis=2) > 1)
         fit, near = fit_of(kind.shape, self.mesh), near_on(self.mesh, rows, columns)
-        for i, row in enumerate(rows):
-            before = self.mesh.shard_shape(kind.shape, row)
-            for j, column in enumerate(columns):
-                after = self.mesh.shard_shape(kind.shape, column)
-                count = copies_of_gathered(before, after)
-                if not count or not near[i, j]:
-                    continue
-                steps = reshard_steps(row, column, self.mesh, self.device.target, fit).steps
-                if len(steps) == 1 and steps[0].kind == "all-gather":
-                    size = math.prod(after)
-                    found[i, j] = count * self._vector_seconds(size, item, size)
+        for i, j in zip(*np.nonzero(several & near), strict=True):
+            steps = reshard_steps(rows[i], columns[j], self.mesh, self.device.target, fit).steps
+            if len(steps) == 1 and steps[0].kind == "all-gather":
+                size = math.prod(after[j])
+                found[i, j] = copies_of_gathered(before[i], after[j]) * self._vector_seconds(size, item, size)
         return found
 
     def copy_seconds(self, kind: TensorType, specs: Sequence[Spec]) -> Matrix:

@@ -16,7 +16,7 @@ from autoshard.cost.compiler.experts import stages
 from autoshard.cost.machine.collectives import Collective
 from autoshard.cost.machine.compute import BODIES, CONTRACTIONS, body_work, op_flops
 from autoshard.cost.machine.targets import CAPABILITIES, Capabilities
-from autoshard.cost.machine.tiles import LANES, reshapes_in_place
+from autoshard.cost.machine.tiles import copies_of_gathered, reshapes_in_place
 from autoshard.cost.partitioner.partitioned import Attention, Move, OpRun, Partitioned
 from autoshard.cost.partitioner.passes.simplify import fold
 from autoshard.cost.partitioner.propagate import Shardings
@@ -683,18 +683,6 @@ class _Lowering:
                 assert updated is not None
                 self.updates[found] = updated
         return results
-
-
-def copies_of_gathered(before: Sequence[int] | None, after: Sequence[int] | None) -> int:
-    """How many copies put the shards of a gather along several dims side by side, in tiles.
-
-    libtpu 0.0.51 gathers them one after the other. One copy moves rows of tiles; where a shard is wider than a tile,
-    the next one moves tiles of fewer rows, as v5e, v5p and v6e compile single products.
-    """
-    if before is None or after is None or len(before) != len(after):
-        return 0
-    several = sum(one != other for one, other in zip(before, after, strict=True)) > 1
-    return several + (several and before[-1] != after[-1] and before[-1] > LANES)
 
 
 def _summed(op: Op) -> list[tuple[int, ...]]:

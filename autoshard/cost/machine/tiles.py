@@ -48,3 +48,15 @@ def reshapes_in_place(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
                 start, other = end, last
                 break
     return stay > 1 or bool(stay and whole)
+
+
+def copies_of_gathered(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> int:
+    """How many copies put the shards of a gather along several dims side by side, in tiles.
+
+    libtpu 0.0.51 gathers them one after the other. One copy moves rows of tiles; where a shard is wider than a tile,
+    the next one moves tiles of fewer rows, as v5e, v5p and v6e compile single products.
+    """
+    if before is None or after is None or len(before) != len(after):
+        return 0
+    several = sum(one != other for one, other in zip(before, after, strict=True)) > 1
+    return several + (several and before[-1] != after[-1] and before[-1] > LANES)
