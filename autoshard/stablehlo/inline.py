@@ -74,6 +74,20 @@ def _calls(functions: Mapping[str, Any], name: str) -> list[str]:
     return [op.attributes[_CALLEE[op.name]].value for op in ops_inside(function) if op.name in _CALLEE]
 
 
+def drop_uncalled(module: Any) -> None:
+    """Erase the functions that main calls neither at once nor through another; loops and branches keep their calls."""
+    functions = functions_of(module)
+    called, stack = {"main"}, ["main"]
+    while stack:
+        for name in _calls(functions, stack.pop()):
+            if name not in called:
+                called.add(name)
+                stack.append(name)
+    for name, function in functions.items():
+        if name not in called:
+            function.erase()
+
+
 def _copy_body(
     functions: Mapping[str, Any],
     call: Any,

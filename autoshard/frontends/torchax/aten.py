@@ -51,7 +51,7 @@ def lowers(names: str, numbers: bool = False) -> Callable[[Lowering], Lowering]:
 
 def cast(x: Any, dtype: Any) -> Any:
     """Cast an array or number; to bool as in torch: whether it is not 0."""
-    x = jnp.asarray(x, dtype) if isinstance(x, bool | int | float) else x
+    x = jnp.asarray(x, dtype) if isinstance(x, bool | int | float | complex) else x
     if x.dtype == dtype:
         return x
     return lax.ne(x, lax.full_like(x, 0)) if dtype == jnp.bool_ else lax.convert_element_type(x, dtype)
@@ -361,7 +361,7 @@ def _mse_loss_backward(out: Types, grad: Any, x: Any, target: Any, reduction: in
 
 @lowers(
     "zeros zeros_like new_zeros empty.memory_format empty_like new_empty new_empty_strided empty_strided "
-    "empty_permuted zero"
+    "empty_permuted zero _efficientzerotensor"
 )
 def _zeros(out: Types, *_: Any, **__: Any) -> Any:
     return full(0, out[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -150,6 +151,14 @@ def _flip(out: Types, x: Any, dims: Sequence[int]) -> Any:
     return lax.rev(x, [d % x.ndim for d in dims])
 
 
+@lowers("replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward")
+def _replication_pad_backward(out: Types, grad: Any, x: Any, padding: Sequence[int]) -> Any:
+    edges = [(padding[2 * i], padding[2 * i + 1]) for i in reversed(range(len(padding) // 2))]
+    edges = [(0, 0)] * (x.ndim - len(edges)) + edges
+    made = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.linear_transpose(lambda each: jnp.pad(each, edges, mode="edge"), made)(grad)[0]
+
+
 @lowers("constant_pad_nd")
 def _pad(out: Types, x: Any, amounts: Sequence[int], value: Any = 0) -> Any:
     edges = [(0, 0, 0)] * x.ndim
@@ -285,10 +294,21 @@ def _cut(src: Any, at: Any, dtype: Any) -> Any:
     return lax.slice(src, [0] * src.ndim, at.shape) if src.shape != at.shape and src.ndim else src
 
 
-@lowers("index_add", numbers=True)
+@lowers("index_add")
 def _index_add(out: Types, x: Any, dim: int, at: Any, src: Any, alpha: Any = 1) -> Any:
     src = src if is_one(alpha) else lax.mul(src, spread(cast(alpha, src.dtype), src.shape))
     return index_put(x, [None] * (dim % x.ndim) + [at], src, True, wrap=False)
+
+
+def _max_unpool(out: Types, x: Any, at: Any, rank: int) -> Any:
+    lead = x.ndim - rank
+    flat = full(0, jax.ShapeDtypeStruct((*x.shape[:lead], math.prod(out[0].shape[lead:])), x.dtype))
+    at, x = (lax.reshape(each, (*each.shape[:lead], math.prod(each.shape[lead:]))) for each in (at, x))
+    return lax.reshape(index_put(flat, _along(flat, lead, at), x, wrap=False), out[0].shape)
+
+
+lowers("max_unpool2d")(lambda out, x, at, *_: _max_unpool(out, x, at, 2))
+lowers("max_unpool3d")(lambda out, x, at, *_: _max_unpool(out, x, at, 3))
 
 
 # Sorts.

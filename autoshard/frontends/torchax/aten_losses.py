@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -65,3 +66,18 @@ def _nll_loss_backward(
 def _in_rows(x: Any, target: Any) -> tuple[Any, Any]:
     """Unsqueeze a single row."""
     return (x, target) if x.ndim > 1 else (lax.reshape(x, (1, *x.shape)), lax.reshape(target, (1,)))
+
+
+# Linear algebra.
+
+
+@lowers("_linalg_slogdet")
+def _slogdet(out: Types, x: Any) -> Any:
+    sign, length = jnp.linalg.slogdet(x)
+    factors, pivots, _ = lax.linalg.lu(x)
+    return sign, length, factors, lax.add(pivots, lax.full_like(pivots, 1))
+
+
+@lowers("_conj_copy _conj_physical")
+def _conjugate(out: Types, x: Any) -> Any:
+    return lax.conj(x)

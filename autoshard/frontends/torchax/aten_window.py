@@ -213,7 +213,7 @@ def _adaptive(x: Any, sizes: Sequence[int]) -> Any:
         extent = x.shape[dim]
         if extent % size == 0:
             parted = lax.reshape(x, (*x.shape[:dim], size, extent // size, *x.shape[dim + 1 :]))
-            total = lax.reduce(parted, jnp.asarray(0, x.dtype), lax.add, [dim + 1])
+            total = lax.reduce(parted, np.array(0, x.dtype), lax.add, [dim + 1])
             x = lax.div(total, lax.full_like(total, extent // size))
             continue
         weights = [[0.0] * size for _ in range(extent)]

@@ -47,7 +47,7 @@ from autoshard.frontends.tracing.trace import (
 )
 from autoshard.program import Argument, Program, TensorType
 from autoshard.stablehlo.context import bytecode, entry_block, functions_of, mlir_context, ops_inside
-from autoshard.stablehlo.inline import inline_calls
+from autoshard.stablehlo.inline import drop_uncalled, inline_calls
 
 FRONTEND = "torchax"
 
@@ -268,9 +268,7 @@ class _Module:
         with mlir_context(), jax_types():
             module = _parsed(self._text())
             _inline(module)
-            for name, function in functions_of(module).items():
-                if name != "main":
-                    function.erase()
+            drop_uncalled(module)
             main = entry_block(functions_of(module)["main"])
             _concatenate_at_once(main)
             _without_index_dim(main, {f"op{c.label}" for c in self.calls if str(c.signature.func) in INDEXED_BY_ROW})
