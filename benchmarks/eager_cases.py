@@ -89,7 +89,17 @@ def optimizers() -> dict[str, Optimizer]:
     found: dict[str, Optimizer] = {name: partial(of_class, kind) for name, kind in classes().items()}
     found.update({name: partial(of_class, classes()[kind], **more) for name, (kind, more) in VARIANTS.items()})
     found.update({f"masters by {way}": partial(_masters, way) for way in ("copy", "foreach", "data")})
+    found.update({f"Adafactor of {way}": partial(_adafactor, way) for way in ("fixed steps", "relative steps")})
     return found
+
+
+def _adafactor(way: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """transformers', by either of the settings that its documentation names."""
+    from transformers.optimization import Adafactor
+
+    if way == "fixed steps":
+        return Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False)
+    return Adafactor(parameters, scale_parameter=True, relative_step=True, warmup_init=True)
 
 
 def _masters(way: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -358,6 +368,37 @@ class Experts(nn.Module):
 @model
 def experts() -> Any:
     return Experts(), (normal(16, 8), normal(16, 8)), None
+
+
+class Algebra(nn.Module):
+    """Inverses and determinants, complex weights, rows of a table by their frequency, an observer of limits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.complex = nn.Parameter(torch.complex(0.1 * normal(8, 8), 0.1 * normal(8, 8)))
+        self.table = nn.Embedding(12, 8, scale_grad_by_freq=True)
+        for name, value in {"low": 0.0, "high": 0.0, "scale": 1.0}.items():
+            self.register_buffer(name, torch.tensor([value]))
+        self.register_buffer("zero", torch.zeros(1, dtype=torch.int32))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        hidden = self.inner(x) + self.table(tokens).mean(1)
+        on = torch.ones(1, dtype=torch.int64, device=x.device)
+        hidden = hidden + torch.fused_moving_avg_obs_fake_quant(
+            hidden, on, on, self.low, self.high, self.scale, self.zero, 0.1, -128, 127, 0, False, False
+        )
+        square = hidden.mT @ hidden / len(x) + torch.eye(8, device=x.device)
+        solved = hidden @ torch.linalg.inv(square) + torch.fft.irfft(torch.fft.rfft(hidden) * 0.5, n=8)
+        turned = (torch.complex(solved, hidden) @ self.complex).abs()
+        return (
+            turned.mean() + torch.linalg.slogdet(square).logabsdet + torch.linalg.matrix_exp(self.inner.weight).mean()
+        )
+
+
+@model
+def algebra() -> Any:
+    return Algebra(), (normal(16, 8), whole(12, 16, 5)), None
 
 
 @model

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from autoshard.errors import LoweringError
@@ -71,6 +72,16 @@ def _begin_groups(optimizer: Any, wanted: Collection[int]) -> None:
             each.grad = gradient
 
 
+class LooksAreTrue(TorchDispatchMode):  # type: ignore[misc]
+    """Where an optimizer looks at tensors without data (Adafactor: is a parameter longer than a limit?), they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op."""
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
 def begin_by_trial(
     optimizer: torch.optim.Optimizer,
     parameters: Collection[torch.nn.Parameter],
@@ -86,7 +97,8 @@ def begin_by_trial(
     with torch.no_grad():
         copies = {id(p): torch.nn.Parameter(copied(p.detach())) for p in parameters}
     try:
-        made = _first_state(optimizer, copies)
+        with LooksAreTrue():
+            made = _first_state(optimizer, copies)
     except Exception as error:
         raise LoweringError(
             f"{type(optimizer).__name__} does not say how its state begins, and a trial step failed "

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.optimizer import STEADY_STEP, changed, fill_state, state_leaves
-from autoshard.lower.begin import create_state
+from autoshard.lower.begin import LooksAreTrue, create_state
 from autoshard.program import Program
 
 
@@ -47,7 +47,7 @@ class HostScalars:
             return
         states = [a for a in program.arguments if a.role == "optimizer_state"]
         self._on_device = frozenset(a.name.removeprefix(f"{a.of}.") for a in states)
-        varying = [name for name in varying if self._fixed[name].isfinite().all()]  # a clamp without a limit has inf
+        varying = [name for name in varying if not _unlimited(self._fixed[name])]
         self._find(varying, whole=False)
         if len(self._places) < len(varying):
             # A scalar may depend on a shape: Muon's steps are longer for tall matrices.
@@ -136,6 +136,12 @@ class HostScalars:
 def _differs(value: Any, before: Any) -> bool:
     """Whether a setting of a group has changed; tensors may have been written."""
     return isinstance(value, torch.Tensor) or (value is not before and value != before)
+
+
+def _unlimited(value: torch.Tensor) -> bool:
+    """Whether a number is what torch_xla gives a clamp without a limit: infinite, or the largest of its dtype."""
+    largest = torch.finfo(value.dtype).max if value.is_floating_point() else torch.iinfo(value.dtype).max
+    return not bool((value.abs() < largest).all())
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
@@ -245,7 +251,7 @@ def ops_of_a_step(optimizer: torch.optim.Optimizer, on_device: Collection[str] =
     device += [p.grad for p in device if p.grad is not None]
     for state in optimizer.state.values():
         device += [tensor for name, _, tensor in state_leaves(state, "") if tensor.dim() or name[1:] in on_device]
-    with _Numbers(device) as seen, torch.no_grad():
+    with LooksAreTrue(), _Numbers(device) as seen, torch.no_grad():
         inner(optimizer)
     return seen.ops, seen.numbers
 

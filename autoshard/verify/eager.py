@@ -225,7 +225,7 @@ class EagerSteps:
                 largest = _largest(exact[key])
                 allowed = TOLERANCE * largest + ROUNDING_SLACK * own[key]
                 here = Off(key, step, apart(ours[key], exact[key]), allowed, largest, scales[key])
-                if not theirs.is_floating_point() or not moved:
+                if not (theirs.is_floating_point() or theirs.is_complex()) or not moved:
                     here = replace(here, off=0.0 if torch.equal(ours[key], theirs) else math.inf, allowed=0.0)
                 elif moved < TOLD * here.allowed:
                     untold[named(key)] = None

@@ -19,13 +19,15 @@ from benchmarks import eager_cases, eager_steps  # noqa: E402
 from tests.conftest import FRONTENDS  # noqa: E402
 
 MLP = "perceptron"
-WRITTEN = ("SGD momentum", "Adam amsgrad", "Rprop foreach")
+WRITTEN = (
+    "SGD momentum", "Adam amsgrad", "Rprop foreach", "Adafactor of fixed steps", "Adafactor of relative steps",
+)  # fmt: skip
 MASTERS = tuple(f"masters by {way}" for way in ("copy", "foreach", "data"))
 MODELS = {
     "convolutional": "SGD momentum", "recommender": "AdamW", "tied": "AdamW", "teacher": "SGD momentum",
     "copied teacher": "SGD momentum", "queue copy": "SGD", "queue all": "SGD", "queue slices": "SGD momentum",
     "copied codebook": "SGD", "statistics": "Adagrad", "experts": "masters by copy", "recurrent": "RMSprop",
-    "half perceptron": "masters by foreach",
+    "half perceptron": "masters by foreach", "algebra": "SGD momentum",
 }  # fmt: skip
 """Model -> its optimizer."""
 PARTITIONED = [(MLP, "AdamW"), (MLP, "Rprop"), (MLP, "masters by foreach"), ("copied codebook", "SGD")]
