@@ -289,6 +289,45 @@ CASES: dict[str, Case] = {
             6, 2, 4, torch.hann_window(4, device=x.device), length=S * D - 1,
         ), (x,),
     ),
+    "squares of a dilated window": (
+        lambda i: F.max_pool2d(i, (3, 2), (2, 1), (1, 0), (1, 2), ceil_mode=True), (image,),
+    ),
+    "largest of dilated windows": (lambda x: F.max_pool1d(x, 3, dilation=2), (x,)),
+    "largest of equal windows": (lambda x: F.adaptive_max_pool1d(x, D // 2), (x,)),
+    "leaky at the mean slope": (lambda x: F.rrelu(x), (x,)),
+    "a product of integers": (
+        lambda x: x * torch.einsum("ij,kij->kj", IDS.to(x.device), IDS.to(x.device)[None])[..., :1].unsqueeze(-1), (x,),
+    ),
+    "pairs of distances": (lambda x: F.pdist(x[0]), (x,)),
+    "rows by their frequency": (
+        lambda w: F.embedding(IDS.to(w.device) % 3, w, scale_grad_by_freq=True), (table,),
+    ),
+    "exponential of a matrix": (lambda x: torch.linalg.matrix_exp(x.mT @ x * 0.1), (x,)),
+    "a rotation": (lambda a: torch.matrix_exp(a.mT - a), (random(B, D, D),)),
+    "reflections": (lambda x, t: torch.linalg.householder_product(x.mT, t[..., 0]), (x * 0.3, x * 0.3)),
+    "fewer reflections": (lambda x, t: torch.linalg.householder_product(x.mT, t[:, :3, 0]), (x, x)),
+    **{
+        f"{reduce} of slices{'' if own else ', without what was there'}": (
+            lambda x, y, reduce=reduce, own=own: x.scatter_reduce(
+                1, (torch.arange(S, device=x.device) % 3)[:, None].expand(B, S, D), y, reduce, include_self=own
+            ), (x, x + 3),
+        )
+        for reduce, own in [("mean", True), *((each, False) for each in ("sum", "mean", "amax", "amin", "prod"))]
+    },
+    "mean by index": (
+        lambda x, y: x.index_reduce(1, torch.arange(S, device=x.device) % 3, y, "mean", include_self=False), (x, x + 3),
+    ),
+    **{
+        f"volume: {mode}, {padding}, corners {corners}": (
+            lambda v, g, how=(mode, padding, corners): F.grid_sample(v, g, *how) + g.mean(),
+            (random(2, 3, 4, 5, 6), random(2, 2, 3, 2, 3) * 0.7),
+        )
+        for mode in ("bilinear", "nearest")
+        for padding in ("zeros", "border", "reflection")
+        for corners in (True, False)
+    },
+    "back from a shorter transform": (lambda x: torch.fft.irfft(torch.fft.rfft(x), n=6, norm="ortho"), (x,)),
+    "back from a longer transform": (lambda x: torch.fft.irfftn(torch.fft.rfft2(x), s=(S + 2, D + 2)), (x,)),
     "back from both sides": (
         lambda x: torch.istft(
             torch.stft(
@@ -337,6 +376,34 @@ DECOMPOSED: dict[str, Case] = {
     "windows": (lambda x: x.unfold(1, 3, 2), (x,)),
     "windows side by side": (lambda x: x.unfold(-1, 4, 4), (x,)),
     "shuffled channels": (lambda i: F.channel_shuffle(i, 4), (image,)),
+    "logarithm of the gamma function": (lambda x: torch.lgamma(x * 3) + torch.lgamma(x.abs() * 90 + 0.01), (x,)),
+    "its derivatives": (lambda x: torch.digamma(x.sigmoid() * 0.4 - 1.7) + torch.polygamma(1, x.abs() + 0.5), (x,)),
+    "lowest so far": (lambda x: torch.cummin(x, 1).values, (x,)),
+    "hypotenuse": (lambda x: torch.hypot(x, 1 - x), (x,)),
+    "signs": (lambda x: torch.copysign(x, x.flip(1)) + x * torch.signbit(-x), (x,)),
+    "powers of two": (lambda x: torch.exp2(x) + torch.logaddexp2(x, 1 - x), (x,)),
+    "solved by a Cholesky factor": (
+        lambda a, b: torch.cholesky_solve(b, a.tril() + 3 * torch.eye(D, device=a.device)),
+        (random(B, D, D), random(B, D, 3)),
+    ),
+    "in steps": (lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 3, -8, 7), (x,)),
+    "in steps of tensors": (
+        lambda x: torch.fake_quantize_per_tensor_affine(
+            x, torch.tensor(0.1, device=x.device), torch.tensor(3, dtype=torch.int32, device=x.device), -8, 7
+        ),
+        (x,),
+    ),
+    "in steps per channel": (
+        lambda x: torch.fake_quantize_per_channel_affine(
+            x,
+            torch.linspace(0.1, 0.3, D, device=x.device),
+            torch.zeros(D, dtype=torch.int32, device=x.device),
+            2,
+            -8,
+            7,
+        ),
+        (x,),
+    ),
     "log of a sum": (lambda x: torch.logaddexp(x, 1 - x), (x,)),
     "cross product": (lambda x: torch.linalg.cross(x[..., :3], x[..., 3:6]), (x,)),
     "renorm": (lambda x: torch.renorm(x, 2, 0, 1.0), (x,)),

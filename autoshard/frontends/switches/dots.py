@@ -129,7 +129,22 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     if any(sizes.get(i, size) != size for i, size in zip(b, operands[1].shape, strict=True)):
         return UNTOUCHED
     x, y = same_dtype(*operands)
+    if not x.is_floating_point() and not x.is_complex():
+        return _of_integers(x, y, a, b, out)
     return ops.einsum(f"{a},{b}->{out}", x, y)
+
+
+def _of_integers(x: torch.Tensor, y: torch.Tensor, a: str, b: str, out: str) -> torch.Tensor:
+    """An einsum as a product of elements: a TPU has no dot of 64-bit integers."""
+    summed = "".join(sorted(set(a + b) - set(out)))
+    x, y = (
+        each.permute([own.index(i) for i in out + summed if i in own])[
+            tuple(slice(None) if i in own else None for i in out + summed)
+        ]
+        for each, own in ((x, a), (y, b))
+    )
+    product = x * y
+    return product.sum(list(range(len(out), product.dim())), dtype=product.dtype) if summed else product
 
 
 @replaces("matmul", F.scaled_dot_product_attention)

@@ -136,6 +136,8 @@ def _grid_sample(
 
 @replaces("interpolate", torch.grid_sampler)
 def _grid_sampler(input: torch.Tensor, grid: torch.Tensor, mode: int, padding: int, corners: bool) -> Any:
+    if input.dim() == 5 and mode < 2:
+        return interpolation.sampled(input, grid, nearest=mode == 1, padding=padding, corners=corners)
     if input.dim() != 4:
         return UNTOUCHED
     from torch._decomp.decompositions import _grid_sampler_2d

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -83,3 +84,42 @@ def _cubic(old: int, new: int, factor: float | None, corners: bool, like: torch.
         weight = torch.where(away <= 1, near, far)
         weights = weights + torch.where((first + place).clamp(min=0, max=old - 1) == elements, weight, 0.0)
     return weights.to(like.dtype)
+
+
+def sampled(input: torch.Tensor, grid: torch.Tensor, *, nearest: bool, padding: int, corners: bool) -> torch.Tensor:
+    """`F.grid_sample` of volumes: a gather per corner of the cell that holds a point, or of the nearest element.
+
+    Args:
+        input: [N, C, D, H, W].
+        grid: [N, d, h, w, 3], of points (x, y, z) in [-1, 1].
+        padding: outside of the volume: 0 zeros, 1 the border, 2 a reflection.
+    """
+    sizes = input.shape[:1:-1]
+    points = [_within(grid[..., i], size, padding, corners) for i, size in enumerate(sizes)]
+    first = [(at.round() if nearest else at.floor()) for at in points]
+    flat, out = input.flatten(2), None
+    for corner in itertools.product(*[(0,) if nearest else (0, 1)] * len(sizes)):
+        places = [low + step for low, step in zip(first, corner, strict=True)]
+        weight = torch.ones_like(points[0])
+        number = torch.zeros_like(points[0], dtype=torch.int64)
+        for at, low, place, step, size in reversed(list(zip(points, first, places, corner, sizes, strict=True))):
+            share = torch.ones_like(at) if nearest else (at - low if step else 1 - (at - low))
+            weight = weight * torch.where((place >= 0) & (place < size), share, 0.0)
+            number = number * size + place.clamp(0, size - 1).to(torch.int64)
+        number = number.flatten(1).unsqueeze(1).expand(-1, flat.shape[1], -1)
+        taken = torch.gather(flat, 2, number).unflatten(2, weight.shape[1:]) * weight.unsqueeze(1)
+        out = taken if out is None else out + taken
+    assert out is not None
+    return out
+
+
+def _within(x: torch.Tensor, size: int, padding: int, corners: bool) -> torch.Tensor:
+    """A coordinate in [-1, 1] as a position in a dim, moved inside where the padding asks for it."""
+    at = (x + 1) / 2 * (size - 1) if corners else ((x + 1) * size - 1) / 2
+    if padding == 2:  # reflected at the elements, or half an element further out
+        low, span = (0.0, float(size - 1)) if corners else (-0.5, float(size))
+        if span == 0:
+            return torch.zeros_like(at)
+        away = (at - low).abs() % (2 * span)
+        at = torch.where(away > span, 2 * span - away, away) + low
+    return at.clamp(0, size - 1) if padding else at

@@ -146,6 +146,15 @@ def ctc(
     return _reduced(loss, reduction)
 
 
+def pdist(input: torch.Tensor, p: float = 2.0) -> Any:
+    """`F.pdist`: the distances of each row from those behind it."""
+    apart = cdist(input, input, p)
+    if apart is NotImplemented:
+        return apart
+    rows, columns = torch.triu_indices(len(input), len(input), 1, device=input.device)
+    return apart.reshape(-1).index_select(0, rows * len(input) + columns)
+
+
 def histc(input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """`torch.histc` between given bounds, as mixtures of experts count their tokens."""
     if min >= max:

@@ -12,15 +12,15 @@ calls with tensors on an XLA device, and never edits the model.
 | `experts` | transformers' mixtures of experts, kept as one op (`experts/form.py`) where they have its form; on where a program is captured for a TPU or GPU | written out, `batched_mm` gathers each token's weights; its other implementations loop over what they find |
 | `norm` | layer, RMS, group, instance and batch norm as means and `rsqrt`; weight norm as a norm | torch_xla makes `batch-norm-training` of them, which is gathered; it has no lowering of weight norm |
 | `cross_entropy` | `F.cross_entropy`: class scores masked by comparing, on the unflattened logits; conversions of flattened tensors before these are flattened | the loss flattens batch and sequence; on a TPU positions that make no whole tiles are copied for it |
-| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; 2-d grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
+| `interpolate` | `F.interpolate`: nearest by whole factors as a broadcast, linear, cubic and area ones as products with their weights; grid sampling as gathers, affine grids as products | torch_xla has no lowering of the gradients |
 | `embedding` | `F.embedding`, its gradient, and `F.embedding_bag` as embeddings that are summed | torch_xla flattens the indices; it cannot lower a bag |
 | `groups` | convolutions of groups with several features each, transposed ones of groups, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads, and end the process on gradients of transposed ones |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
-| `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
-| `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `gather` at 32-bit indices | torch_xla would look for the true ones; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
+| `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative, `F.rrelu` as a choice | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
+| `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `scatter_reduce` and `index_reduce` of means, or without what was there; `gather` at 32-bit indices | torch_xla would look for the true ones, and has no lowering of the reductions; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
-| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist`, `torch.histc` between bounds, `torch.istft`, lengths and angles of complex numbers | torch_xla has no lowering of them, or of their gradients; two look at values |
-| `pools` | adaptive pools whose windows differ | torch_xla has no lowering |
+| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` and `torch.pdist`, `torch.histc` between bounds, matrix exponentials, products of reflections, inverse Fourier transforms to real numbers, lengths and angles of complex numbers | torch_xla has no lowering of them, or of their gradients; two look at values |
+| `pools` | adaptive pools whose windows differ, maxima of dilated windows | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
 | `micro_batches:K` | nothing: capture traces two micro-steps and the update | a step of K micro-batches |
@@ -62,7 +62,7 @@ from autoshard.frontends.switches.handlers import (
 from autoshard.frontends.switches.loops import unrolled
 from autoshard.frontends.switches.remat import recomputing
 from autoshard.frontends.switches.transformers_library import transformers_traced
-from autoshard.frontends.tracing import exact, fourier, ops
+from autoshard.frontends.tracing import algebra, exact, fourier, ops
 
 DEFAULT: tuple[str, ...] = SWITCHES
 
@@ -357,6 +357,10 @@ def _adaptive_largest(rank: int, input: torch.Tensor, output_size: Any, return_i
     return UNTOUCHED if return_indices else pools.adaptive_largest(input, output_size, rank)
 
 
+def _irfft2(input: torch.Tensor, s: Any = None, dim: Any = (-2, -1), norm: str | None = None) -> torch.Tensor:
+    return fourier.irfftn(input, s, dim, norm)
+
+
 replaces("norm", torch._weight_norm)(exact.weight_norm)
 replaces("activation", F.elu)(exact.elu)
 replaces("activation", F.selu, torch.selu)(exact.selu)
@@ -365,18 +369,28 @@ replaces("activation", F.rrelu, torch.rrelu)(exact.rrelu)
 replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
 replaces("index", torch.gather, torch.Tensor.gather)(exact.gathered)
 replaces("index", torch.masked_scatter, torch.Tensor.masked_scatter)(exact.masked_scatter)
-replaces("index", torch.Tensor.masked_scatter_)(exact.masked_scatter_)
+replaces("index", torch.Tensor.masked_scatter_)(partial(exact.in_place, exact.masked_scatter))
+replaces("index", torch.scatter_reduce, torch.Tensor.scatter_reduce)(exact.scatter_reduced)
+replaces("index", torch.Tensor.scatter_reduce_)(partial(exact.in_place, exact.scatter_reduced))
+replaces("index", torch.index_reduce, torch.Tensor.index_reduce)(exact.index_reduced)
+replaces("index", torch.Tensor.index_reduce_)(partial(exact.in_place, exact.index_reduced))
 for _truth in (torch.all, torch.any, torch.Tensor.all, torch.Tensor.any):
     replaces("truth", _truth)(partial(exact.of_truth, _truth))
 replaces("losses", F.multi_margin_loss)(losses.multi_margin)
 replaces("losses", F.gaussian_nll_loss)(losses.gaussian_nll)
 replaces("losses", torch.cdist)(losses.cdist)
+replaces("losses", F.pdist, torch.pdist)(losses.pdist)
 replaces("losses", torch.linalg.solve)(losses.solve)
 replaces("losses", torch.logdet, torch.Tensor.logdet)(losses.logdet)
 replaces("losses", torch.slogdet, torch.Tensor.slogdet, torch.linalg.slogdet)(losses.slogdet)
+replaces("losses", torch.matrix_exp, torch.linalg.matrix_exp, torch.Tensor.matrix_exp)(algebra.matrix_exp)
+replaces("losses", torch.linalg.householder_product)(algebra.householder_product)
 replaces("losses", F.ctc_loss)(losses.ctc)
 replaces("losses", torch.histc, torch.Tensor.histc)(losses.histc)
 replaces("losses", torch.istft, torch.Tensor.istft)(fourier.inverse_stft)
+replaces("losses", torch.fft.irfft)(fourier.irfft)
+replaces("losses", torch.fft.irfftn)(fourier.irfftn)
+replaces("losses", torch.fft.irfft2)(_irfft2)
 replaces("losses", torch.angle, torch.Tensor.angle)(fourier.angle)
 
 
@@ -389,6 +403,8 @@ for _rank, _mean in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.a
     replaces("pools", _mean)(partial(pools.adaptive_average, rank=_rank))
 for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), 1):
     replaces("pools", _largest)(partial(_adaptive_largest, _rank))
+for _rank, _pool in enumerate((F.max_pool1d, F.max_pool2d, F.max_pool3d), 1):
+    replaces("pools", _pool)(partial(pools.dilated_largest, _rank))
 
 
 # Loss and embedding.
@@ -488,11 +504,19 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if max_norm is not None or scale_grad_by_freq or sparse or input.dim() == 0 or not on_xla(input):
+    if max_norm is not None or sparse or input.dim() == 0 or not on_xla(input):
         return UNTOUCHED
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return ops.embedding(weight, input, padding_idx)
+    rows = ops.embedding(weight, input, padding_idx)
+    if not scale_grad_by_freq:
+        return rows
+    flat = input.reshape(-1)
+    counts = torch.zeros(len(weight), dtype=rows.dtype, device=rows.device).index_add(
+        0, flat, torch.ones_like(flat, dtype=rows.dtype)
+    )
+    share = (1 / counts).index_select(0, flat).reshape(*input.shape, 1)
+    return rows.detach() + (rows - rows.detach()) * share
 
 
 @replaces("embedding", F.embedding_bag)

@@ -57,6 +57,13 @@ def logcumsumexp(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x
 
 
+def cummin(x: torch.Tensor, dim: int) -> Any:
+    """`torch.cummin`, as the maximum in reverse order."""
+    turned = torch.bitwise_not if not x.is_floating_point() else torch.neg
+    values, places = torch.cummax(turned(x), dim)
+    return turned(values), places
+
+
 def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
     """`torch.diagonal`; torch_xla's length is wrong where it begins lower down."""
     dim1, dim2 = dim1 % x.dim(), dim2 % x.dim()
@@ -170,6 +177,12 @@ def solve_triangular(
     return solved
 
 
+def cholesky_solve(b: torch.Tensor, factor: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """X with A X = b, of A's Cholesky factor."""
+    lower = factor.mT if upper else factor
+    return solve_triangular(lower.mT, solve_triangular(lower, b, upper=False), upper=True)
+
+
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Batched matrix product."""
     batch = "".join(chr(ord("a") + dim) for dim in range(a.dim() - 2))
@@ -210,3 +223,55 @@ def huber_loss_backward(
     """Gradient of `F.huber_loss`: the clamped difference; reduction 1 is the mean."""
     slope = (self - target).clamp(-delta, delta) * grad_output
     return slope / self.numel() if reduction == 1 else slope
+
+
+MAX_SQUARINGS = 16
+"""Of a matrix exponential; it is right for matrices whose 1-norm is at most 2**16."""
+TAYLOR_DEGREE = 15
+"""Of a matrix exponential: what is left out is below 1/16! where the 1-norm is at most 1."""
+
+
+def matrix_exp(input: torch.Tensor) -> Any:
+    """`torch.matrix_exp` by scaling, a Taylor polynomial and squaring, as often as each matrix needs.
+
+    Args:
+        input: [*batch, n, n].
+    """
+    if input.dim() < 2 or not input.is_floating_point():
+        return NotImplemented
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    norm = wide.detach().abs().sum(-2).amax(-1)[..., None, None]
+    scale, squared = torch.ones_like(norm), []
+    for _ in range(MAX_SQUARINGS):
+        squared.append(norm * scale > 1)
+        scale = torch.where(squared[-1], scale / 2, scale)
+    x = wide * scale
+    powers = [torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand(x.shape), x]
+    while len(powers) < 5:
+        powers.append(powers[-1] @ x)
+    made = x
+    for first in range(TAYLOR_DEGREE // 4 * 4, -1, -4):
+        terms = sum(powers[i] / math.factorial(first + i) for i in range(4))
+        made = terms if first == TAYLOR_DEGREE // 4 * 4 else made @ powers[4] + terms
+    for needed in reversed(squared):
+        made = torch.where(needed, made @ made, made)
+    return made.to(input.dtype)
+
+
+def householder_product(input: torch.Tensor, tau: torch.Tensor) -> Any:
+    """`torch.linalg.householder_product`, in the compact form I - V T V' (Schreiber and Van Loan, 1989).
+
+    Args:
+        input: [*batch, m, n], whose columns below the diagonal are the reflections' vectors.
+        tau: [*batch, k].
+    """
+    if not input.is_floating_point():
+        return NotImplemented
+    (m, n), k = input.shape[-2:], tau.shape[-1]
+    unit = torch.eye(m, max(n, k), dtype=input.dtype, device=input.device)
+    vectors = input[..., :k].tril(-1) + unit[:, :k]
+    between = torch.eye(k, dtype=input.dtype, device=input.device) + (
+        tau.unsqueeze(-1) * (vectors.mT @ vectors).triu(1)
+    )
+    right = tau.unsqueeze(-1) * (vectors.mT @ unit[:, :n])
+    return unit[:, :n] - vectors @ torch.linalg.solve_triangular(between, right, upper=True, unitriangular=True)

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from autoshard.frontends.tracing import algebra, fourier, writes
+from autoshard.frontends.tracing import algebra, fourier, quantized, special, writes
 from autoshard.frontends.tracing.device import current
 
 _DECOMPOSED_OPS = """
 _upsample_nearest_exact1d _upsample_nearest_exact3d aminmax bucketize.Scalar bucketize.Tensor channel_shuffle col2im
-copysign.Tensor exp2 fmax fmin glu_backward heaviside huber_loss hypot im2col isin.Scalar_Tensor
-isin.Tensor_Scalar isin.Tensor_Tensor linalg_cross logaddexp logaddexp2 logit_backward nansum renorm signbit sinc
+fmax fmin glu_backward heaviside huber_loss im2col isin.Scalar_Tensor
+isin.Tensor_Scalar isin.Tensor_Tensor linalg_cross logaddexp logaddexp2 logit_backward nansum renorm sinc
 special_entr special_log_ndtr special_xlog1py tril_indices triu_indices unfold_backward
 upsample_linear1d upsample_nearest1d upsample_nearest3d vdot
 """.split()  # noqa: SIM905
@@ -50,6 +50,18 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.searchsorted.Tensor: algebra.searchsorted,
         aten.searchsorted.Scalar: algebra.searchsorted,
         aten.logcumsumexp.default: algebra.logcumsumexp,
+        aten.cummin.default: algebra.cummin,
+        aten.lgamma.default: special.lgamma,
+        aten.digamma.default: special.digamma,
+        aten.polygamma.default: special.polygamma,
+        aten.hypot.default: special.hypot,
+        aten.exp2.default: special.exp2,
+        aten.signbit.default: special.signbit,
+        aten.copysign.Tensor: special.copysign,
+        aten.fake_quantize_per_tensor_affine_cachemask.default: quantized.per_tensor,
+        aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default: quantized.by_tensors,
+        aten.fake_quantize_per_channel_affine_cachemask.default: quantized.per_channel,
+        aten._fused_moving_avg_obs_fq_helper_functional.default: quantized.observed,
         aten.diagonal_copy.default: algebra.diagonal,
         aten.diagonal_scatter.default: algebra.diagonal_scatter,
         aten.diagonal_backward.default: algebra.diagonal_backward,
@@ -58,6 +70,7 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.as_strided_scatter.default: algebra.as_strided_scatter,
         aten.masked_scatter_backward.default: algebra.masked_scatter_backward,
         aten.linalg_cholesky_ex.default: algebra.cholesky_ex,
+        aten.cholesky_solve.default: algebra.cholesky_solve,
         aten.linalg_solve_triangular.default: algebra.solve_triangular,
         aten.huber_loss_backward.default: algebra.huber_loss_backward,
         aten._linalg_check_errors.default: lambda *_, **__: None,

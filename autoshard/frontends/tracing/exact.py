@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ def _exponential_unit(x: torch.Tensor, alpha: float, scale: float, input_scale: 
 def rrelu(
     input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Any:
-    """x, or x times a random slope where negative."""
-    if inplace or not training:
+    """x, or where negative x times a slope: a random one in training, else the mean one."""
+    if inplace:
         return NotImplemented
+    if not training:
+        return torch.where(input < 0, input * ((lower + upper) / 2), input)
     return torch.where(input < 0, input * torch.empty_like(input).uniform_(lower, upper), input)
 
 
@@ -99,12 +102,6 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
     return torch.where(mask, taken, x)
 
 
-def masked_scatter_(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
-    """The same in place."""
-    made = masked_scatter(x, mask, source)
-    return made if made is NotImplemented else x.copy_(made)
-
-
 def gathered(input: torch.Tensor, dim: Any, index: torch.Tensor, **options: Any) -> Any:
     """`torch.gather` at 32-bit indices: of those a TPU's compiler sees that each row is read by itself."""
     if options or not isinstance(dim, int) or index.dtype != torch.int64:
@@ -112,6 +109,38 @@ def gathered(input: torch.Tensor, dim: Any, index: torch.Tensor, **options: Any)
     if any(size >= 2**31 for size in input.shape):
         return NotImplemented
     return torch.gather(input, dim, index.to(torch.int32))
+
+
+def scatter_reduced(
+    input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """`torch.scatter_reduce` of means, or without what the elements were; torch_xla lowers the rest."""
+    if (include_self and reduce != "mean") or reduce not in _IDENTITIES or not input.is_floating_point():
+        return NotImplemented
+    counts = torch.full_like(input, float(include_self)).scatter_add(dim, index, torch.ones_like(src))
+    begun = input if include_self else torch.where(counts > 0, _IDENTITIES[reduce], input)
+    made = begun.scatter_reduce(dim, index, src, "sum" if reduce == "mean" else reduce)
+    return made / counts.clamp(min=1) if reduce == "mean" else made
+
+
+def index_reduced(
+    input: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """`torch.index_reduce`: the same by whole slices."""
+    shape = [-1 if at == dim % input.dim() else 1 for at in range(input.dim())]
+    places, kind = index.reshape(shape).expand(source.shape), {"mul": "prod"}.get(reduce, reduce)
+    made = scatter_reduced(input, dim, places, source, kind, include_self=include_self)
+    return input.scatter_reduce(dim, places, source, kind) if made is NotImplemented else made
+
+
+def in_place(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a function makes of a tensor, written into it."""
+    made = function(input, *args, **kwargs)
+    return made if made is NotImplemented else input.copy_(made)
+
+
+_IDENTITIES = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}
+"""What a reduction begins with."""
 
 
 def is_mask(index: Any) -> bool:

@@ -66,6 +66,29 @@ def fft_c2r(x: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_si
     return _times(pair[0], cos * weight, last) - _times(pair[1], sin * weight, last)
 
 
+def irfft(input: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> torch.Tensor:
+    """`torch.fft.irfft`, differentiated as products: torch's gradient reads sizes of a tensor that it has freed."""
+    return irfftn(input, None if n is None else (n,), (dim,), norm)
+
+
+def irfftn(
+    input: torch.Tensor, s: Sequence[int] | None = None, dim: Sequence[int] | None = None, norm: str | None = None
+) -> torch.Tensor:
+    """`torch.fft.irfftn`."""
+    last = range(input.dim()) if s is None else range(input.dim() - len(s), input.dim())
+    dims = [d % input.dim() for d in (last if dim is None else dim)]
+    sizes = [input.shape[d] for d in dims[:-1]] + [2 * (input.shape[dims[-1]] - 1)] if s is None else list(s)
+    sizes = [input.shape[d] if size == -1 else size for d, size in zip(dims, sizes, strict=True)]
+    x = input if input.is_complex() else complex_of(input, torch.zeros_like(input))
+    for d, size in zip(dims, [*sizes[:-1], sizes[-1] // 2 + 1], strict=True):
+        if size < x.shape[d]:
+            x = x.narrow(d, 0, size)
+        elif size > x.shape[d]:
+            shape = [size - x.shape[d] if at == d else extent for at, extent in enumerate(x.shape)]
+            x = torch.cat([x, x.new_zeros(shape)], d)
+    return fft_c2r(x, dims, {"backward": 2, "ortho": 1, "forward": 0}[norm or "backward"], sizes[-1])
+
+
 def absolute(x: torch.Tensor) -> torch.Tensor:
     """`torch.abs` of complex numbers, of which torch_xla's has no gradient; that of zero is zero."""
     real, imaginary = _parts(x)
@@ -107,7 +130,7 @@ def inverse_stft(  # noqa: PLR0913  (as torch.istft)
     if return_complex or not half:
         pieces = list(_parts(torch.fft.ifft(frames, n_fft, -1, norm)))[: 1 + return_complex]
     else:
-        pieces = [torch.fft.irfft(frames, n_fft, -1, norm)]
+        pieces = [irfft(frames, n_fft, -1, norm)]
     count = frames.shape[-2]
     whole = n_fft + hop * (count - 1)
     start = n_fft // 2 if center else 0
