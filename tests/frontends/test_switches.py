@@ -292,6 +292,11 @@ CASES: dict[str, Case] = {
     "squares of a dilated window": (
         lambda i: F.max_pool2d(i, (3, 2), (2, 1), (1, 0), (1, 2), ceil_mode=True), (image,),
     ),
+    "averages with a ceiling": (
+        lambda i: F.avg_pool2d(i, (3, 2), (2, 3), (1, 0), ceil_mode=True, count_include_pad=False), (image,),
+    ),
+    "averages over padding": (lambda x: F.avg_pool1d(x, 3, 2, 1, ceil_mode=True), (x,)),
+    "sums with a ceiling": (lambda i: F.avg_pool2d(i, 2, ceil_mode=True, divisor_override=3), (image,)),
     "largest of dilated windows": (lambda x: F.max_pool1d(x, 3, dilation=2), (x,)),
     "largest of equal windows": (lambda x: F.adaptive_max_pool1d(x, D // 2), (x,)),
     "leaky at the mean slope": (lambda x: F.rrelu(x), (x,)),

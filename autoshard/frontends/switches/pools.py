@@ -1,4 +1,4 @@
-"""Adaptive pools with overlapping or unequal windows, and dilated ones, which torch_xla does not lower, or wrongly."""
+"""Pools that torch_xla does not lower, or wrongly: unequal windows, dilated ones, averages with a ceiling."""
 
 from __future__ import annotations
 
@@ -62,18 +62,58 @@ def dilated_largest(
     return_indices: bool = False,
 ) -> Any:
     """Maxima of dilated windows, dim by dim; of equal ones the first, as in torch."""
-    kernel = sizes_of(x, kernel_size, rank)
-    steps = kernel if stride is None or stride == [] else sizes_of(x, stride, rank)
-    pads, gaps = sizes_of(x, padding, rank), sizes_of(x, dilation, rank)
+    gaps = sizes_of(x, dilation, rank)
     if return_indices or all(gap == 1 for gap in gaps) or not x.is_floating_point():
         return NotImplemented
-    for dim in reversed(range(x.dim() - rank, x.dim())):
-        size, step, pad, gap = (each[dim - x.dim()] for each in (kernel, steps, pads, gaps))
-        reach, old = gap * (size - 1), x.shape[dim]
-        count = (old + 2 * pad - reach - 1 + (step - 1 if ceil_mode else 0)) // step + 1
-        count -= ceil_mode and (count - 1) * step >= old + pad
-        end = (count - 1) * step + reach + 1
-        x = functional.pad(x.transpose(dim, -1), (pad, max(end - old - pad, 0)), value=-math.inf)
-        taps = [x[..., gap * i : gap * i + (count - 1) * step + 1 : step] for i in range(size)]
-        x = torch.stack(taps, -1).max(-1).values.transpose(dim, -1)
+    each = _settings(x, rank, kernel_size, stride, padding)
+    for dim, (size, step, pad), gap in reversed(list(zip(range(x.dim() - rank, x.dim()), each, gaps, strict=True))):
+        count = _count(x.shape[dim], size, step, pad, gap, ceil_mode)
+        x = _taps(x, dim, size, step, pad, gap, count, -math.inf).max(-1).values.transpose(dim, -1)
     return x
+
+
+def average(
+    rank: int,
+    x: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Means of windows that may end outside, dim by dim."""
+    if not ceil_mode or not x.is_floating_point():
+        return NotImplemented
+    each = _settings(x, rank, kernel_size, stride, padding)
+    for dim, (size, step, pad) in zip(range(x.dim() - rank, x.dim()), each, strict=True):
+        old, count = x.shape[dim], _count(x.shape[dim], size, step, pad, 1, ceil_mode)
+        first = torch.arange(count, device=x.device) * step - pad
+        last = (first + size).clamp(max=old + pad)
+        counted = last - first if count_include_pad else last.clamp(max=old) - first.clamp(min=0)
+        x = _taps(x, dim, size, step, pad, 1, count, 0.0).sum(-1)
+        x = (x if divisor_override else x / counted.to(x.dtype)).transpose(dim, -1)
+    return x / divisor_override if divisor_override else x
+
+
+def _settings(x: torch.Tensor, rank: int, kernel_size: Any, stride: Any, padding: Any) -> list[tuple[int, ...]]:
+    """(size, stride, padding) of the windows, per pooled dim."""
+    kernel = sizes_of(x, kernel_size, rank)
+    steps = kernel if stride is None or stride == [] else sizes_of(x, stride, rank)
+    return list(zip(kernel, steps, sizes_of(x, padding, rank), strict=True))
+
+
+def _count(old: int, size: int, step: int, pad: int, gap: int, ceil_mode: bool) -> int:
+    """Windows of a dim; the last one begins inside, or in the padding before."""
+    room = old + 2 * pad - gap * (size - 1) - 1
+    count = (room + (step - 1 if ceil_mode else 0)) // step + 1
+    return count - (ceil_mode and (count - 1) * step >= old + pad)
+
+
+def _taps(
+    x: torch.Tensor, dim: int, size: int, step: int, pad: int, gap: int, count: int, outside: float
+) -> torch.Tensor:
+    """[..., count, size]: windows of a dim, which comes last."""
+    end = (count - 1) * step + gap * (size - 1) + 1
+    x = functional.pad(x.transpose(dim, -1), (pad, max(end - x.shape[dim] - pad, 0)), value=outside)
+    return torch.stack([x[..., gap * i : gap * i + (count - 1) * step + 1 : step] for i in range(size)], -1)

@@ -20,7 +20,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `scatter_reduce` and `index_reduce` of means, or without what was there; `gather` at 32-bit indices | torch_xla would look for the true ones, and has no lowering of the reductions; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
 | `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` and `torch.pdist`, `torch.histc` between bounds, matrix exponentials, products of reflections, inverse Fourier transforms to real numbers, lengths and angles of complex numbers | torch_xla has no lowering of them, or of their gradients; two look at values |
-| `pools` | adaptive pools whose windows differ, maxima of dilated windows | torch_xla has no lowering |
+| `pools` | adaptive pools whose windows differ, maxima of dilated windows, averages with a ceiling | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
 | `micro_batches:K` | nothing: capture traces two micro-steps and the update | a step of K micro-batches |
@@ -405,6 +405,8 @@ for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, 
     replaces("pools", _largest)(partial(_adaptive_largest, _rank))
 for _rank, _pool in enumerate((F.max_pool1d, F.max_pool2d, F.max_pool3d), 1):
     replaces("pools", _pool)(partial(pools.dilated_largest, _rank))
+for _rank, _mean in enumerate((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), 1):
+    replaces("pools", _mean)(partial(pools.average, _rank))
 
 
 # Loss and embedding.
@@ -483,7 +485,10 @@ def _cross_entropy(
     counted = labels != ignore_index
     if 0 <= ignore_index < logits.shape[-1]:
         hit = hit & counted.unsqueeze(-1)
-    loss = -torch.where(hit, scores, 0.0).sum(-1)
+    own = torch.where(hit, scores, 0.0)
+    if not label_smoothing and reduction != "none":  # one sum: XLA:GPU makes it beside the gradient
+        return -own.sum() if reduction == "sum" else -own.sum() / counted.sum()
+    loss = -own.sum(-1)
     if label_smoothing:
         even = torch.where(counted, -scores.sum(-1), 0.0)
         loss = (1.0 - label_smoothing) * loss + label_smoothing / logits.shape[-1] * even
