@@ -421,7 +421,7 @@ def strategies(
                     rows.append(row._replace(pinned=kept, outputs=[*kept], collectives=own))
             continue
         if len(outputs) == 1 and partial and len(collectives) == 1:
-            rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, allowed, variants)
+            rows += _unsummed(row, shape.value_shapes[outputs[0]], partial, allowed, variants, item[outputs[0]])
         if variants.sums is not None:
             alone_out = variants.scatter and outputs == [variants.sums.root] and not collectives
             size = item[variants.sums.root]
@@ -451,15 +451,19 @@ def _scattered_results(
 
 
 def _unsummed(
-    row: _Row, shape: Sequence[int], partial: tuple[str, ...], allowed: Orders, variants: Variants
+    row: _Row, shape: Sequence[int], partial: tuple[str, ...], allowed: Orders, variants: Variants, item: int
 ) -> list[_Row]:
-    """The strategies that reduce-scatter the one output, partial over `partial`, or leave it to its user."""
+    """The strategies that reduce-scatter the one output, partial over `partial`, or leave it to its user.
+
+    Args:
+        item: bytes per element.
+    """
     mesh = allowed.mesh
     pinned, (collective,) = row.pinned[0], row.collectives
     rows = []
     if variants.scatter:
         for spec in scattered(pinned, shape, partial, allowed):
-            how = _scatter_kind_of(shape, pinned, spec, partial, mesh)
+            how = _scatter_kind_of(shape, pinned, spec, partial, mesh, item)
             moved = replace(collective, kind=how, axes=mesh.in_order(partial))
             rows.append(row._replace(outputs=[spec], collectives=(moved,)))
     if variants.defer and partial in allowed(partial):
@@ -478,7 +482,7 @@ def _summed_once(
         if sums.moved and (before != root or after == root):
             continue
         kind: CollectiveKind = (
-            "all-reduce" if before == after else _scatter_kind_of(shape_of_root, before, after, axes, mesh)
+            "all-reduce" if before == after else _scatter_kind_of(shape_of_root, before, after, axes, mesh, item)
         )
         size = math.prod(mesh.shard_shape(shape_of_root, before)) * item
         once = Collective(kind, mesh.in_order(axes), size, op=len(shape.op_factors) - 1)
@@ -539,14 +543,15 @@ def _rules(mesh: Mesh) -> CollectiveRules:
 
 
 def _scatter_kind_of(
-    shape: Sequence[int], before: Spec, after: Spec, axes: Sequence[str], mesh: Mesh
+    shape: Sequence[int], before: Spec, after: Spec, axes: Sequence[str], mesh: Mesh, item: int
 ) -> CollectiveKind:
-    """The same for a value of `shape`, with sharding `before` the sum and `after` it."""
+    """The same for a value of `shape`, of `item` bytes per element, with sharding `before` the sum and `after` it."""
     kind = _scatter_kind(axes, mesh)
     if kind == "all-reduce":
         return kind
     dim = next(dim for dim, split in enumerate(after) if split != before[dim])
-    found = _rules(mesh).scattered(mesh.shard_shape(shape, before), dim, mesh.in_order(axes), mesh)
+    packed, part = max(1, 4 // item), mesh.shard_shape(shape, before)
+    found = _rules(mesh).scattered(part, dim, mesh.in_order(axes), mesh, packed=packed)
     return "all-reduce" if found is None else kind
 
 

@@ -59,13 +59,22 @@ def test_each_device_runs_grouped_products_of_its_part(made, how, device, target
     calls = [line for line in compiled.hlo_text.splitlines() if kernel in line]
     attentions = sum(op.kind == FORWARD for op in graph.ops) if device == "tpu-v5e" else 0
     assert len(calls) == 2 * (2 + 5) + 3 * attentions  # products of a layer's forward and backward pass
-    sums = [
-        row for row in report.fidelity.rows if row.kind in ("all-reduce", "reduce-scatter")
-    ]  # libtpu exchanges them
-    assert sum(row.predicted_bytes for row in sums) == pytest.approx(sum(row.compiled_bytes for row in sums), rel=1e-3)
+    for kind in ("all-reduce", "reduce-scatter"):  # a TPU scatters lanes in whole tiles alone
+        sums = [row for row in report.fidelity.rows if row.kind == kind]
+        assert sum(row.predicted_bytes for row in sums) == pytest.approx(sum(row.compiled_bytes for row in sums), 0.02)
     gathered = report.fidelity.predicted_bytes - report.fidelity.compiled_bytes  # of the routers' choices, a few bytes
     assert abs(gathered) <= 0.04 * report.fidelity.compiled_bytes
     assert report.judged.flops == pytest.approx(report.prediction.compiled.flops, rel=0.05)
+
+
+@pytest.mark.parametrize("made", [source, gpt_oss])
+def test_weights_of_both_passes_are_gathered_once_however_far_apart(made):
+    graph = graph_of(made(torch.bfloat16), "tpu-v5e", "torchax")
+    plan = manual_plan("fsdp", graph.program, Mesh((2, 4), device="tpu-v5e"))
+    chosen, annotations = parse_target("tpu-v5e:2x4"), annotations_of(plan, graph)
+    module = annotate(graph.program, graph, annotations, plan.mesh, platform=chosen.family)
+    report, _ = compare_compiled(graph, annotations, plan.mesh, chosen, module)
+    assert report.fidelity.value < 0.01  # 0.21 and 1.03 where each pass gathers, and sums are scattered along any dim
 
 
 def test_a_sum_scattered_over_a_whole_torus_is_compiled_as_an_all_reduce():

@@ -196,7 +196,7 @@ def test_on_tpu_a_sum_is_not_scattered_along_a_dim_that_others_lie_around(device
     mesh = Mesh((2, 4), ("data", "model"), device=device)
     shape, whole = (2, 16, 256, 1024), ((), (), (), ())
     found = [
-        _scatter_kind_of(shape, whole, spec, ("model",), mesh)
+        _scatter_kind_of(shape, whole, spec, ("model",), mesh, 4)
         for spec in scattered(whole, shape, ("model",), Orders(mesh))
     ]
     assert found == [middle, "reduce-scatter", "reduce-scatter"]

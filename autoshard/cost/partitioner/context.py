@@ -175,6 +175,12 @@ class Context(ABC):
         steps: list[Step] = [("reduce-scatter", names, round(size * found.padded))]
         return [*steps, ("collective-permute", names, round(size * found.moved))] if found.moved else steps
 
+    def scatters_along(self, shape: Shape, dim: int, axes: AxisGroup, item: int) -> bool:
+        """Whether the target scatters a kernel's row-major result, of `item` bytes per element, if it is asked to."""
+        packed, mesh = max(1, 4 // item), self.subaxes.mesh
+        found = self.rules.scattered(shape, dim, axes, mesh, row_major=True, summed=True, packed=packed)
+        return found is not None and self.scatters_over(axes)
+
     def scatters_over(self, axes: AxisGroup) -> bool:
         """Whether the target emits reduce-scatters over these axes at all."""
         return not self.rules.sums_whole(axes, self.subaxes.mesh)

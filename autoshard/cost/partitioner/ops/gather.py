@@ -2,7 +2,8 @@
 
 The TPU partitioner gathers a value for every user. `ScheduleAwareCollectiveOpsCSE` (xla/service/spmd/) then merges
 equal all-gathers if their users are close: on the longest paths to the program's end, the one's last user (nearest
-to the end) may be at most `KEPT_FOR` ops from the other.
+to the end) may be at most `KEPT_FOR` ops from the other. Manual regions read an operand through a `Sharding` call, and
+equal ones are one instruction before the partitioner runs: one gather, however far apart these are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Hashable
 
 from autoshard.cost.partitioner.partitioned import MoveKey
 from autoshard.cost.partitioner.tiling import Tiling
+from autoshard.fused import KINDS
 from autoshard.graph.ops import Graph
 
 KEPT_FOR = 100
@@ -27,6 +29,8 @@ class KeptGathers:
     def __init__(self, graph: Graph) -> None:
         """For the users in `graph`."""
         self.heights = heights(graph)
+        self._in_regions = {op.id for op in graph.ops if op.kind in KINDS}
+        self._for_regions: set[Hashable] = set()
         self._lowest: dict[Hashable, list[int]] = {}
 
     def knows(self, key: Hashable) -> bool:
@@ -35,6 +39,10 @@ class KeptGathers:
 
     def serves(self, key: Hashable, reader: int) -> bool:
         """Whether op `reader` can reuse an all-gather with this key; if not, it is emitted here."""
+        if reader in self._in_regions:
+            if key in self._for_regions:
+                return True
+            self._for_regions.add(key)
         height = self.heights[reader]
         kept = self._lowest.setdefault(key, [])
         for number, lowest in enumerate(kept):

@@ -2,7 +2,7 @@
 
 A region takes operands and makes results as it is split (`RegionDims.split`); it sums partial results itself, by a
 reduce-scatter where their annotation splits them by the same axes. XLA:TPU compiles it as an all-reduce and a slice
-over axes along which it never forms a reduce-scatter.
+where it would not form a reduce-scatter of these (libtpu 0.0.51, 34 single ones over 8 v5e: two are otherwise).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def region(context: Context, op: Op, reads: Tilings, results: Tilings) -> Emissi
         if axes:
             names = context.resharder.names(axes)
             before = dims.tiling(dims.results[result], split)
-            size = math.prod(context.subaxes.shard(kind.shape, before)) * dtype_bytes(kind.dtype)
-            scatters = dim is not None and context.scatters_over(names)
+            summed = context.subaxes.shard(kind.shape, before)
+            scatters = dim is not None and context.scatters_along(summed, dim, names, dtype_bytes(kind.dtype))
+            size = math.prod(summed) * dtype_bytes(kind.dtype)
             steps.append(("reduce-scatter" if scatters else "all-reduce", names, size))
         if made != wanted:
             steps.extend(context.resharder.reshard(kind.shape, kind.dtype, made, wanted))
