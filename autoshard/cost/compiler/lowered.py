@@ -184,6 +184,20 @@ def lower(
     return _Lowering(graph, shardings, partitioned, compiler).run()
 
 
+def shared_indices(graph: Graph) -> frozenset[int]:
+    """Joined indices, with a number for each dim, of the shapes that both gathers and scatters read."""
+    of: dict[tuple[int, ...], list[Op]] = {}
+    for op in graph.ops:
+        if op.kind == "concatenate" and op.results[0].dtype[:1] in ("i", "u"):
+            of.setdefault(op.results[0].shape, []).append(op)
+    found: set[int] = set()
+    for alike in of.values():
+        readers = {reader.kind for op in alike for reader in graph.readers(Value(op.id))}
+        if {"gather", "scatter"} <= readers:
+            found.update(op.id for op in alike)
+    return frozenset(found)
+
+
 class _Lowering:
     def __init__(self, graph: Graph, shardings: Shardings, partitioned: Partitioned, compiler: Capabilities) -> None:
         self.graph, self.shardings, self.partitioned, self.compiler = graph, shardings, partitioned, compiler
@@ -202,6 +216,8 @@ class _Lowering:
         self.converted: set[Value] = set()  # results of conversions that `_retiled` makes
         self.absorbed: dict[int, list[int | None]] = {}  # op -> operands of those merged into it
         self.free = free_ops(graph)
+        if compiler.stores_shared_indices:
+            self.free -= shared_indices(graph)
         self.folded = fold(graph)
         self.copies_of: dict[Value, list[int]] = {}
         for number, copy in enumerate(shardings.copies):

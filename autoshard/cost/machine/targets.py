@@ -47,6 +47,7 @@ class Capabilities:
     gathers_arguments_first: bool = False  # at the start of the step
     fuses_slices: bool = False  # into products that read them
     lays_out_in_tiles: bool = False  # a reshape that no tiles keep is a copy
+    stores_shared_indices: bool = False  # of a gather and its gradient, if joined for each dim
     fuses_no_gathers: bool = False  # of rows into sums that read them
     delays_gradients: bool = False  # of weights, while the backward pass goes on
     copies_inputs_on_chip: bool = False  # whole, even if a device reads only a slice
@@ -67,6 +68,7 @@ CAPABILITIES: Mapping[Target, Capabilities] = {
         _OF_ACCELERATORS,
         shards_results_first=True,
         calls_top_k=True,
+        stores_shared_indices=True,
         folds_sums=True,
         sums_widened_terms=True,
         splits_all_reduces=True,

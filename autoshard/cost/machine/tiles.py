@@ -38,7 +38,7 @@ def _rows(size: int) -> int:
 def reshapes_in_place(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether some layout makes a reshape a bitcast: one dim stays as lanes, another as rows, or in whole tiles.
 
-    A layout that pads to more than `MOST_PADDING` times what either side may have is none: a copy costs less. Arrays of
+    A layout that pads to more than `MOST_PADDING` times what both sides may have is none: a copy costs less. Arrays of
     one dim lie in other tiles and are not looked at.
     """
     one, two = (tuple(size for size in shape if size != 1) for shape in (before, after))
@@ -56,7 +56,7 @@ def reshapes_in_place(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
                 start, other = end, last
                 break
     pairs = [*itertools.permutations(stay, 2), *itertools.product(stay, whole[:1])]
-    most = MOST_PADDING * min(_least_padding(one), _least_padding(two))
+    most = MOST_PADDING * max(_least_padding(one), _least_padding(two))
     return any(_padding(*pair) <= most for pair in pairs)
 
 

@@ -150,11 +150,15 @@ class GpuFusion(Fusion):
     def reads_more(self, step: Step, kernels: int) -> bool:
         """Whether duplicating a step moves more bytes than one write and a read per user.
 
-        A slice reads as much as it returns; each Triton kernel computes its own sum of rows that it centres.
+        A slice reads as much as it returns; each Triton kernel computes its own sum of rows that it centres. Indices
+        that are joined, with a number for each dim, are stored for several users, whatever they read (as compiled:
+        `torch.gather` and its gradient).
         """
         if step.kind in ("slice", SLICE) or self._centres(step):
             return False
         array = self.arrays[step.writes[0]]
+        if step.kind == "concatenate" and kernels > 1 and array.dtype[:1] in ("i", "u"):
+            return True
         read = sum(self.little.get(operand, self.arrays[operand].bytes) for operand in dict.fromkeys(step.reads))
         return kernels * read > read + array.bytes + kernels * array.bytes
 
