@@ -394,10 +394,10 @@ def laid_out_for_convolutions(program: Lowered, widths: Mapping[int, int]) -> Lo
 
 
 def _made(program: Lowered, array: Array) -> bool:
-    """Whether an array is more than a shard of an argument, or a collective of one."""
+    """Whether an array is more than a shard of an argument, its dims in another order, or a collective of one."""
     while array.maker >= 0:
         step = program.steps[array.maker]
-        if step.kind not in (SLICE, ROUNDING) and step.kind not in COLLECTIVES:
+        if step.kind not in (SLICE, ROUNDING, "transpose") and step.kind not in COLLECTIVES:
             return True
         array = program.arrays[step.reads[0]]
     return False
