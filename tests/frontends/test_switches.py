@@ -298,7 +298,12 @@ CASES: dict[str, Case] = {
     "averages over padding": (lambda x: F.avg_pool1d(x, 3, 2, 1, ceil_mode=True), (x,)),
     "sums with a ceiling": (lambda i: F.avg_pool2d(i, 2, ceil_mode=True, divisor_override=3), (image,)),
     "largest of dilated windows": (lambda x: F.max_pool1d(x, 3, dilation=2), (x,)),
-    "largest of equal windows": (lambda x: F.adaptive_max_pool1d(x, D // 2), (x,)),
+    "largest of equal windows": (lambda x: F.adaptive_max_pool1d(input=x, output_size=D // 2), (x,)),
+    "pools by keyword": (
+        lambda i: F.max_pool2d(input=i, kernel_size=2, dilation=2)
+        + F.avg_pool2d(input=i, kernel_size=3, stride=2, ceil_mode=True).mean()
+        + F.adaptive_avg_pool2d(input=i, output_size=2).mean(), (image,),
+    ),
     "leaky at the mean slope": (lambda x: F.rrelu(x), (x,)),
     "a product of integers": (
         lambda x: x * torch.einsum("ij,kij->kj", IDS.to(x.device), IDS.to(x.device)[None])[..., :1].unsqueeze(-1), (x,),

@@ -22,8 +22,9 @@ def sizes_of(x: torch.Tensor, output_size: Any, rank: int) -> list[int]:
     return [old if new is None else int(new) for new, old in zip(given, x.shape[-rank:], strict=True)]
 
 
-def adaptive_average(x: torch.Tensor, output_size: Any, rank: int) -> Any:
+def adaptive_average(input: torch.Tensor, output_size: Any, rank: int) -> Any:
     """Means of windows, dim by dim, as products with averaging matrices."""
+    x = input
     sizes = sizes_of(x, output_size, rank)
     if all(old % new == 0 for new, old in zip(sizes, x.shape[-rank:], strict=True)):
         return NotImplemented
@@ -38,8 +39,9 @@ def adaptive_average(x: torch.Tensor, output_size: Any, rank: int) -> Any:
     return x
 
 
-def adaptive_largest(x: torch.Tensor, output_size: Any, rank: int) -> Any:
+def adaptive_largest(input: torch.Tensor, output_size: Any, rank: int) -> Any:
     """Maxima of windows, dim by dim; of equal ones the first, as in torch."""
+    x = input
     sizes = sizes_of(x, output_size, rank)
     if all(old % new == 0 for new, old in zip(sizes, x.shape[-rank:], strict=True)):
         pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[rank - 1]
@@ -53,7 +55,7 @@ def adaptive_largest(x: torch.Tensor, output_size: Any, rank: int) -> Any:
 
 def dilated_largest(
     rank: int,
-    x: torch.Tensor,
+    input: torch.Tensor,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -62,6 +64,7 @@ def dilated_largest(
     return_indices: bool = False,
 ) -> Any:
     """Maxima of dilated windows, dim by dim; of equal ones the first, as in torch."""
+    x = input
     gaps = sizes_of(x, dilation, rank)
     if return_indices or all(gap == 1 for gap in gaps) or not x.is_floating_point():
         return NotImplemented
@@ -74,7 +77,7 @@ def dilated_largest(
 
 def average(
     rank: int,
-    x: torch.Tensor,
+    input: torch.Tensor,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -83,6 +86,7 @@ def average(
     divisor_override: int | None = None,
 ) -> Any:
     """Means of windows that may end outside, dim by dim."""
+    x = input
     if not ceil_mode or not x.is_floating_point():
         return NotImplemented
     each = _settings(x, rank, kernel_size, stride, padding)
