@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from functools import lru_cache
 
 LANES, ROWS = 128, 8
-
-MOST_PADDING = 2.0
-"""Of a layout in which a reshape is a bitcast, over that of the least."""
 
 
 def minor_dims(shape: tuple[int, ...], packed: int = 1) -> tuple[int, int]:
@@ -38,36 +33,21 @@ def _rows(size: int) -> int:
 def reshapes_in_place(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether some layout makes a reshape a bitcast: one dim stays as lanes, another as rows, or in whole tiles.
 
-    A layout that pads to more than `MOST_PADDING` times what both sides may have is none: a copy costs less. Arrays of
-    one dim lie in other tiles and are not looked at.
+    Arrays of one dim lie in other tiles and are not looked at.
     """
-    one, two = (tuple(size for size in shape if size != 1) for shape in (before, after))
+    one, two = ([size for size in shape if size != 1] for shape in (before, after))
     if len(one) < 2 or len(two) < 2 or 0 in one:
         return True
-    stay, whole = [], []  # runs of dims that are one dim on both sides; others whose minor-most fill tiles
-    start = other = 0
+    stay = whole = start = other = 0  # runs of dims that are one dim on both sides; others whose minor-most fill tiles
     for end in range(1, len(one) + 1):
         for last in range(other + 1, len(two) + 1):
             if math.prod(one[start:end]) == math.prod(two[other:last]):
-                if end == start + 1 and last == other + 1:
-                    stay.append(one[start])
-                elif not (one[end - 1] % ROWS or two[last - 1] % ROWS):
-                    whole.append(ROWS)
+                kept = end == start + 1 and last == other + 1
+                stay += kept
+                whole += not kept and not (one[end - 1] % ROWS or two[last - 1] % ROWS)
                 start, other = end, last
                 break
-    pairs = [*itertools.permutations(stay, 2), *itertools.product(stay, whole[:1])]
-    most = MOST_PADDING * max(_least_padding(one), _least_padding(two))
-    return any(_padding(*pair) <= most for pair in pairs)
-
-
-@lru_cache(maxsize=1 << 12)
-def _least_padding(shape: tuple[int, ...]) -> float:
-    return min(_padding(lanes, rows) for lanes, rows in itertools.permutations(shape, 2))
-
-
-def _padding(lanes: int, rows: int) -> float:
-    """Elements with padding over elements, of a layout with these two dims in tiles."""
-    return -(-lanes // LANES) * LANES / lanes * _rows(rows) / rows
+    return stay > 1 or bool(stay and whole)
 
 
 def copies_of_gathered(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> int:
