@@ -99,7 +99,7 @@ def _adafactor(way: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
 
     if way == "fixed steps":
         return Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False)
-    return Adafactor(parameters, scale_parameter=True, relative_step=True, warmup_init=True)
+    return Adafactor(parameters, scale_parameter=True, relative_step=True)
 
 
 def _masters(way: str, parameters: list[Tensor]) -> torch.optim.Optimizer:

@@ -106,3 +106,13 @@ def test_integers_are_multiplied_without_a_dot(frontend):
     dots = [op for op in graph.ops if op.kind == "dot_general"]
     assert dots
     assert all(op.results[0].dtype.startswith("f") for op in dots)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_rows_are_counted_beyond_what_bf16_counts(frontend):
+    model = nn.Embedding(4, 8, scale_grad_by_freq=True).bfloat16()
+    graph = build_graph(
+        autoshard.capture(model, torch.zeros(4, 256, dtype=torch.int64), loss_fn=torch.sum, frontend=frontend)
+    )
+    counts = [op.results[0] for op in graph.ops if op.kind == "scatter" and op.results[0].shape == (4,)]
+    assert [each.dtype for each in counts] == ["f32"]

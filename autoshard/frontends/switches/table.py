@@ -517,10 +517,9 @@ def _embedding(
     if not scale_grad_by_freq:
         return rows
     flat = input.reshape(-1)
-    counts = torch.zeros(len(weight), dtype=rows.dtype, device=rows.device).index_add(
-        0, flat, torch.ones_like(flat, dtype=rows.dtype)
-    )
-    share = (1 / counts).index_select(0, flat).reshape(*input.shape, 1)
+    ones = torch.ones_like(flat, dtype=torch.float32)  # bf16 counts to 256
+    counts = torch.zeros(len(weight), dtype=torch.float32, device=rows.device).index_add(0, flat, ones)
+    share = (1 / counts).index_select(0, flat).reshape(*input.shape, 1).to(rows.dtype)
     return rows.detach() + (rows - rows.detach()) * share
 
 

@@ -128,9 +128,9 @@ def index_reduced(
 ) -> Any:
     """`torch.index_reduce`: the same by whole slices."""
     shape = [-1 if at == dim % input.dim() else 1 for at in range(input.dim())]
-    places, kind = index.reshape(shape).expand(source.shape), {"mul": "prod"}.get(reduce, reduce)
-    made = scatter_reduced(input, dim, places, source, kind, include_self=include_self)
-    return input.scatter_reduce(dim, places, source, kind) if made is NotImplemented else made
+    places = index.reshape(shape).expand(source.shape)
+    made = scatter_reduced(input, dim, places, source, reduce, include_self=include_self)
+    return input.scatter_reduce(dim, places, source, reduce) if made is NotImplemented else made
 
 
 def in_place(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
