@@ -449,6 +449,7 @@ DECOMPOSED: dict[str, Case] = {
         (random(D, D), random(B, 3, D)),
     ),
     "gather by keyword": (lambda x: torch.gather(input=x, dim=1, index=x.argsort(1)), (x,)),
+    "slices from before the first": (lambda x: x[:, -2 * S :] * torch.slice_scatter(x, x[:, :-1], 1, -3 * S, -1), (x,)),
     "Fourier of real numbers": (lambda x: torch.view_as_real(torch.fft.rfft(x, dim=1, norm="ortho")), (x,)),
     "Fourier there and back": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2j, n=D), (x,)),
     "Fourier to an odd size": (lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) ** 2, n=S, dim=1), (x,)),

@@ -126,7 +126,14 @@ REDUCTIONS = AVERAGES | {
 """Reductions over all dims by default. torch_xla 2.9 then reduces nothing: `x.amax()` is `x`."""
 
 
-BY_ARGUMENTS = REDUCTIONS | {torch.ops.aten.addmm.default, torch.ops.aten.scatter.src}
+SLICES = {
+    torch.ops.aten.slice_copy.Tensor,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.slice_backward.default,
+}
+"""Ops that begin or end at a position; torch_xla refuses one before the first."""
+
+BY_ARGUMENTS = REDUCTIONS | SLICES | {torch.ops.aten.addmm.default, torch.ops.aten.scatter.src}
 """Ops decomposed for some of their arguments."""
 
 
@@ -134,10 +141,24 @@ def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     """The decomposition of one of `BY_ARGUMENTS` for these arguments, or None."""
     if op in REDUCTIONS:
         return _reduced(op, args, kwargs)
+    if op in SLICES:
+        return _from_the_first(op, args, kwargs)
     if op is torch.ops.aten.scatter.src:
         return algebra.put if algebra.puts_one(*args, **kwargs) else None
     scales = (_argument(op, "beta", args, kwargs), _argument(op, "alpha", args, kwargs))
     return None if scales == (1, 1) else _scaled(torch.ops.aten.mm.default)
+
+
+def _from_the_first(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """One of `SLICES` where it begins or ends before the first position: there, as in eager PyTorch."""
+    shape = _argument(op, "input_sizes", args, kwargs) or args[0].shape
+    size = shape[_argument(op, "dim", args, kwargs)]
+    ends = {name: _argument(op, name, args, kwargs) for name in ("start", "end")}
+    before = {name: 0 for name, end in ends.items() if isinstance(end, int) and end < -size}
+    if not before:
+        return None
+    named = _named(op, args[1:], kwargs) | before
+    return lambda x, *_, **__: op(x, **named)
 
 
 def _scaled(product: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,13 +190,13 @@ def _reduced(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Calla
 
 def _of_all_dims(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A reduction without dims, with all of them listed."""
-    named = _named(op, args, kwargs) | {"dim": list(range(args[0].dim()))}
-    return op(named.pop("self"), **named)
+    named = _named(op, args[1:], kwargs) | {"dim": list(range(args[0].dim()))}
+    return op(args[0], **named)
 
 
 def _named(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    return dict(zip([each.name for each in op._schema.arguments], args, strict=False)) | dict(kwargs)
+    """The arguments of a call by name, behind its first."""
+    return dict(zip([each.name for each in op._schema.arguments[1:]], args, strict=False)) | dict(kwargs)
 
 
 def _argument(op: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -192,8 +213,8 @@ def _kept_apart(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A reduction with kept dims as one without, and a view."""
     x, dims = args[0], _argument(op, "dim", args, kwargs)
     gone = sorted({d % x.dim() for d in dims} if dims else range(x.dim()))
-    rest = _named(op, args, kwargs) | {"dim": gone, "keepdim": False}
-    made = op(rest.pop("self"), **rest)
+    rest = _named(op, args[1:], kwargs) | {"dim": gone, "keepdim": False}
+    made = op(x, **rest)
     kept = [1 if d in gone else n for d, n in enumerate(x.shape)]
     return torch.ops.aten.view_copy.default(made, kept)
 
