@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import autoshard
@@ -81,7 +83,21 @@ def first_batch_sets_a_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.layer(x) - m.seen
 
 
+def drops_tokens_drawn_on_the_host(m: Any, x: torch.Tensor) -> torch.Tensor:
+    kept = torch.rand(len(x)).topk(2).indices
+    return m.layer(x[kept])
+
+
+def logs_and_draws(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.count += 1
+    return m.layer(x) * torch.tensor(random.random())
+
+
+DRAWN = "computes with random numbers that the host drew"
+
 ONCE: dict[Body, str] = {
+    drops_tokens_drawn_on_the_host: DRAWN,
+    logs_and_draws: DRAWN,
     hidden_state: "reads what the pass before it left in attribute hidden of the model",
     earlier_batch: "reads what the pass before it left in attribute batch of module inner",
     list_of_states: "reads what the pass before it left in attribute states of the model",
@@ -142,8 +158,13 @@ def recurrent(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.memory(m.layer(x)[None])[0]
 
 
+def drops_no_layer(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.layer(x)
+    return h if torch.rand([]) < 0 or random.random() < 0 else h + F.dropout(h)
+
+
 FINE = [
-    recurrent,
+    recurrent, drops_no_layer,
     kept_for_a_look, mask_made_once, made_once_of_a_buffer, cleared_first, cleared_by_the_loop, counted_for_a_log,
     buffer_under_no_grad,
 ]  # fmt: skip
@@ -160,7 +181,7 @@ def test_state_of_which_a_program_knows_nothing_is_named(body: Body, frontend: s
     once = captured(body, frontend).once
     assert ONCE[body] in once
     assert "\n" not in once
-    assert "buffer" in once
+    assert "input" in once if DRAWN in once else "buffer" in once
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)

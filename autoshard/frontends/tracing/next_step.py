@@ -1,9 +1,10 @@
 """Checks that the next step is the captured program, where the forward pass changed module attributes.
 
 A captured step threads parameters, buffers and optimizer states. State kept elsewhere (a hidden state in an attribute,
-a counter, a list) is constant in it, so it may be right only once. Where the first pass changed attributes, the forward
-pass is traced again from there, and both are compared: op by op, constant by constant. Attributes that nothing reads,
-or that are equal in every step (a cached mask), are no difference.
+a counter, a list) is constant in it, so it may be right only once; so are random numbers that the host draws. Where the
+first pass changed attributes or drew such numbers, the forward pass is traced again from there, and both are compared:
+op by op, constant by constant. Attributes that nothing reads, or that are equal in every step (a cached mask), and
+numbers that change nothing (dropped layers at a rate of 0) are no difference.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Pass:
         self.drawn = _random_state()
 
     def ran(self, labels: AtenSequence, values: KnownValues, given: Iterable[torch.Tensor]) -> bool:
-        """Look at what the pass left, right behind it; whether it left anything in attributes.
+        """Look at what the pass left, right behind it: whether attributes changed, or the host drew random numbers.
 
         Args:
             labels, values: under which it ran.
@@ -143,7 +144,9 @@ class Pass:
             for module, name, was, now in self.before.changes()
             if name not in OWN
         ]
-        if not self.changes:
+        self.after = _random_state()
+        self.draws = _content_of(self.drawn) != _content_of(self.after)
+        if not self.changes and not self.draws:
             return False
         expressions = Expressions(values)
         self.expressions = expressions
@@ -162,6 +165,7 @@ class Pass:
         given: Iterable[torch.Tensor],
         updated: Collection[str],
         inputs: Collection[str],
+        anew: bool = False,
     ) -> str:
         """Hold a second pass, from what this one left, against this one: what it computes else, or nothing.
 
@@ -169,6 +173,7 @@ class Pass:
             labels, values: under which the second ran.
             given: as for `ran`.
             updated, inputs: the arguments that differ from one step to the next.
+            anew: whether the host drew other random numbers than in the first.
         """
         read = {producer for _, _, _, producers in values.calls for producer in producers}
         differing = {*updated, *inputs, RANDOM_NUMBERS}
@@ -183,6 +188,12 @@ class Pass:
         expressions = Expressions(values, {name: expression for name, (_, _, expression) in self.kept.items()})
         again = [expressions.of(labels.producer(tensor), tensor_id(tensor)) for tensor in given]
         if [each.digest for each in again] != [each.digest for each in self.given]:
+            if anew:
+                return (
+                    "it computes with random numbers that the host drew (torch.rand() and its like without device=, "
+                    "NumPy's, Python's), which are constants in it. Draw them on the inputs' device, or give them as "
+                    "an input"
+                )
             return (
                 "the forward pass computes something else when it runs once more, for it changes "
                 f"{', '.join(map(str, self.changes[:3]))}. Keep such state in a buffer and compute with tensors, or "
@@ -199,6 +210,14 @@ def _random_state() -> tuple[Any, ...]:
     """What the host's generators of random numbers would give next."""
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _content_of(state: tuple[Any, ...]) -> bytes:
+    tensor, python, numpy = state
+    return (
+        _content(tensor)
+        + repr((python, numpy and [getattr(each, "tolist", lambda: each)() for each in numpy])).encode()
+    )
 
 
 def draw_again(state: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -310,7 +310,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.labels.restart({k.name: k.tensor for k in self.known.values()})
         self.first = Pass(self.roots)
         loss = self._pass(inputs, placed, loss_fn, train)
-        self.changes = self.first.ran(self.labels, self.data, self._given(loss))
+        self.differs = self.first.ran(self.labels, self.data, self._given(loss))
         self.read = self.data.read
         if not train:
             return loss
@@ -372,8 +372,13 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 f"the forward pass reads the value of {known.role} {known.name} (.item(), float(), an index of one "
                 "number), and the step changes it. Compute with the tensor itself: index_copy_, torch.where, a product"
             )
-        if not self.changes:
+        if not self.differs:
             return ""
+        passes = [anew for anew, needed in ((False, self.first.changes), (True, self.first.draws)) if needed]
+        return next(filter(None, (self._again(program, inputs, loss_fn, updated, anew) for anew in passes)), "")
+
+    def _again(self, program: Program, inputs: Inputs, loss_fn: Any, updated: set[str], anew: bool) -> str:
+        """What the forward pass computes else when it runs again; `anew`: with other random numbers of the host."""
         read = [known for known in self.known.values() if known.role != "optimizer_state"]
         arguments = {known.name: self._anew(self._current(known)) for known in read}
         placed = [arguments[known.name] for known in read if known.role == "input"]  # the first micro-step's first
@@ -384,14 +389,14 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.labels.restart(arguments)
         for name, (_, tensor, _) in self.first.kept.items():
             self.labels.name(tensor, name)
-        drawn = draw_again(self.first.drawn)
+        drawn = draw_again(self.first.after if anew else self.first.drawn)
         try:
             output = self._pass(inputs, placed, loss_fn, program.kind == "train")
         except CaptureError as error:
             return f"once more, {error}"
         finally:
             draw_again(drawn)
-        return self.first.compare(self.labels, self.data, self._given(output), updated, program.inputs)
+        return self.first.compare(self.labels, self.data, self._given(output), updated, program.inputs, anew)
 
     def _anew(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fresh placeholder: a tensor written in the step has more than one id."""
