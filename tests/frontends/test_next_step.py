@@ -236,3 +236,17 @@ def test_the_model_and_the_random_numbers_of_the_host_are_left_as_they_were() ->
     drawn = torch.rand(())
     torch.manual_seed(0)
     assert drawn == torch.rand(())
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_what_an_object_keeps_of_the_device_is_on_the_host_again(frontend: str) -> None:
+    """As a scheduler of diffusers keeps its noise levels."""
+    table = [torch.linspace(0.9, 0.1, 4)]
+
+    def scaled(m: Any, x: torch.Tensor) -> torch.Tensor:
+        table[0] = table[0].to(device=x.device)
+        return m.layer(x) * table[0]
+
+    before = table[0]
+    captured(scaled, frontend)
+    assert table[0] is before

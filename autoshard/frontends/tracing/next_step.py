@@ -213,11 +213,9 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def _content_of(state: tuple[Any, ...]) -> bytes:
-    tensor, python, numpy = state
-    return (
-        _content(tensor)
-        + repr((python, numpy and [getattr(each, "tolist", lambda: each)() for each in numpy])).encode()
-    )
+    torch_state, python, numpy = state
+    of_numpy = [each.tolist() if hasattr(each, "tolist") else each for each in numpy or ()]
+    return _content(torch_state) + repr((python, of_numpy)).encode()
 
 
 def draw_again(state: tuple[Any, ...]) -> tuple[Any, ...]:

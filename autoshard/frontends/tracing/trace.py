@@ -11,9 +11,10 @@ import gc
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
@@ -108,9 +109,10 @@ def trace_step(
     count = _micro_batches(switches)
     if count > 1 and not train:
         raise CaptureError(f"micro_batches={count} is of a training step, and this is a forward pass")
-    with nothing_left():
+    with contextlib.ExitStack() as behind, nothing_left():
         inputs = split_inputs(model, sample_inputs, loss_fn)
         with tracing(model, loss_fn, tuple(switches)) as traced:
+            behind.callback(put_back, traced.labels.moved)
             loss_or_output = traced.forward(inputs, loss_fn, train)
             if train:
                 traced.backward(loss_or_output)
@@ -119,6 +121,21 @@ def trace_step(
                 traced.update(optimizer)
             program = traced.program(loss_or_output, train)
             return replace(program, once=traced.another_program(program, inputs, loss_fn))
+
+
+def put_back(moved: Iterable[tuple[ref[torch.Tensor], torch.Tensor]]) -> None:
+    """Put tensors of the host back where objects keep what a pass has moved to the device (a noise schedule).
+
+    Args:
+        moved: tensors on the device, and those of the host that they were.
+    """
+    left = {id(now): (now, was) for made, was in moved if (now := made()) is not None}
+    for holder in gc.get_referrers(*(now for now, _ in left.values())) if left else ():
+        held = holder if isinstance(holder, list | dict) else getattr(holder, "__dict__", None)
+        places = list(held.items()) if isinstance(held, dict) else enumerate(held) if isinstance(held, list) else ()
+        for place, value in places:
+            if held is not None and id(value) in left:
+                held[place] = left[id(value)][1]
 
 
 def check_placeable(like: torch.Tensor) -> None:
@@ -644,6 +661,7 @@ class Labels(AtenSequence, ABC):
         self.running = ""
         self.values = KnownValues(torch.Tensor.cpu)
         self.reads: list[ValueRead] = []
+        self.moved: list[tuple[ref[torch.Tensor], torch.Tensor]] = []
 
     def run(self, call: Call) -> Any:
         """Run an op that can be lowered, under its label."""
@@ -729,6 +747,7 @@ class Labels(AtenSequence, ABC):
             source = tensors[-1] if name.startswith("aten.copy") else tensors[0]
             if name in COPY_OPS and not is_xla(source):
                 self.values.from_host(result, source)
+                self.moved.append((ref(result), source))
             elif name in ALIAS_OPS and is_xla(source) and self.producer(source) is None:
                 known = self.values.same(result, source)
                 if not known and name == "aten.lift_fresh.default":  # `torch.tensor([1, 2], device="xla")`
