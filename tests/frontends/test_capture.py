@@ -335,6 +335,20 @@ def test_a_wrapper_of_any_arguments_leaves_the_loss_what_it_needs() -> None:
     assert [each.type.shape for each in program.arguments if each.role == "input"] == [(3, 2), (3, 4)]
 
 
+class Masked(nn.Linear):
+    """Takes a mask that it can do without, as timm's vision transformers do."""
+
+    def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
+        out = super().forward(x)
+        return out if attn_mask is None else out * attn_mask[:, :, None].prod(1)
+
+
+@pytest.mark.parametrize("mask", [(), (torch.ones(3, 5),)], ids=["without", "with"])
+def test_the_loss_gets_what_it_requires_before_the_model_what_it_can_do_without(mask: tuple[torch.Tensor, ...]) -> None:
+    program = capture(Masked(4, 2), (torch.ones(3, 4), *mask, torch.ones(3, 2)), loss_fn=torch.nn.functional.mse_loss)
+    assert program.inputs == ("x", *(["attn_mask"] if mask else []), "target")
+
+
 class Recorder(nn.Module):
     """Registers a hook in its first run, as transformers' models do, and keeps what it computed."""
 

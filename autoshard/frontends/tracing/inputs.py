@@ -38,8 +38,8 @@ def split_inputs(model: torch.nn.Module, sample_inputs: Any, loss_fn: Callable[.
     """Divide sample inputs between the model and the loss.
 
     A tensor is the only positional argument; a tuple or list holds several: those beyond the model's parameters go to
-    `loss_fn`, after the model's output; for a forward with `*args`, the last ones that `loss_fn` requires. A mapping
-    holds keyword arguments: those that only `loss_fn` names go there.
+    `loss_fn`, after the model's output; so do the last ones that it requires, where forward requires none of them. A
+    mapping holds keyword arguments: those that only `loss_fn` names go there.
 
     Raises:
         CaptureError: there are none, or they do not fit; names forward's parameters.
@@ -51,10 +51,7 @@ def split_inputs(model: torch.nn.Module, sample_inputs: Any, loss_fn: Callable[.
     if isinstance(sample_inputs, torch.Tensor):
         sample_inputs = (sample_inputs,)
     if isinstance(sample_inputs, tuple | list):
-        places = _places(model.forward)
-        if places is None and loss_fn is not None:
-            places = max(1, len(sample_inputs) - _needed(loss_fn))
-        taken = len(sample_inputs) if places is None or loss_fn is None else min(places, len(sample_inputs))
+        taken = len(sample_inputs) if loss_fn is None else _taken(model.forward, loss_fn, len(sample_inputs))
         inputs = Inputs(tuple(sample_inputs[:taken]), {}, tuple(sample_inputs[taken:]))
     elif isinstance(sample_inputs, Mapping) or hasattr(sample_inputs, "items"):
         to_loss = _names(loss_fn)[1:] if loss_fn is not None else []
@@ -125,10 +122,17 @@ def _places(function: Callable[..., Any]) -> int | None:
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _needed(loss_fn: Callable[..., Any]) -> int:
-    """Number of required arguments of a loss, beside the model's output."""
-    positional = [p for p in _parameters(loss_fn) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(0, sum(p.default is p.empty for p in positional) - 1)
+def _taken(forward: Callable[..., Any], loss_fn: Callable[..., Any], given: int) -> int:
+    """How many of `given` positional inputs are the model's."""
+    places = _places(forward)
+    left = given - max(0, _required(loss_fn) - 1)  # the model's output is the first
+    return min(given if places is None else places, max(1, _required(forward), left))
+
+
+def _required(function: Callable[..., Any]) -> int:
+    """Number of positional parameters without a default."""
+    positional = [p for p in _parameters(function) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional)
 
 
 def _signature(function: Callable[..., Any]) -> str:
