@@ -53,6 +53,7 @@ def plan(
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
     remat: RematOption = "as-is",
     micro_batches: int = 1,
+    clip_grad_norm: float | None = None,
     hints: Mapping[str, Hint] | None = None,
     keep: Keep = "all",
     fold: bool = True,
@@ -83,6 +84,8 @@ def plan(
         remat: what the backward pass recomputes: `as-is`, what checkpoints say; `none`; `full`, each of equal blocks;
             `products`, these but for products and attentions; `auto`: chosen by block (`remat.py`).
         micro_batches: forward and backward passes of a step, each on inputs like the samples, before one update.
+        clip_grad_norm: the step clips gradients to this norm before the update, as `torch.nn.utils.clip_grad_norm_` of
+            the model's parameters does.
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
         keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
@@ -112,7 +115,8 @@ def plan(
 
     def captured(remat: Remat | None) -> Program:
         given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend}
-        return capture(model, sample_inputs, **given, device=meshes[0].device, remat=remat, micro_batches=micro_batches)
+        given |= {"micro_batches": micro_batches, "clip_grad_norm": clip_grad_norm}
+        return capture(model, sample_inputs, **given, device=meshes[0].device, remat=remat)
 
     with collector_paused():
         from autoshard.planning.road import plan_model
@@ -133,6 +137,7 @@ def capture(
     device: str | None = None,
     remat: Remat | None = None,
     micro_batches: int = 1,
+    clip_grad_norm: float | None = None,
 ) -> Program:
     """Capture a program for `plan_program`, `evaluate` and `verify`; arguments as for `plan`.
 
@@ -141,8 +146,9 @@ def capture(
             Without one they are written out.
         remat: path of a module -> `all` or `products`, what is recomputed of it; replaces the model's own checkpoints.
         micro_batches: forward and backward passes of a step before one update.
+        clip_grad_norm: norm that gradients are clipped to before the update.
     """
-    switches = switches_for(device, remat, micro_batches)
+    switches = switches_for(device, remat, micro_batches, clip_grad_norm)
     given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "switches": switches}
     return capture_of(frontend)(model, sample_inputs, **given)
 

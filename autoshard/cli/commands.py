@@ -208,6 +208,12 @@ def commands() -> None:
     metavar="K",
     help="Forward and backward passes of a step before one update, each on --batch samples.",
 )
+@click.option(
+    "--clip-grad-norm",
+    type=click.FloatRange(0, min_open=True),
+    metavar="NORM",
+    help="The step clips gradients to this norm before the update (torch.nn.utils.clip_grad_norm_).",
+)
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option(
     "--keep",
@@ -263,6 +269,7 @@ def plan(
     memory: str | None,
     remat: RematOption,
     micro_batches: int,
+    clip_grad_norm: float | None,
     hints: Sequence[str],
     keep: Literal["all", "io", "none"],
     frontend: str,
@@ -302,7 +309,7 @@ def plan(
             "dump_problem": dump_problem,
             "progress": stages.begin,
         }
-        found = _planned(asked, stages, frontend, meshes, (remat, micro_batches), options)
+        found = _planned(asked, stages, frontend, meshes, (remat, micro_batches, clip_grad_norm), options)
         if output is not None:
             stages.begin("write")
             source = {"source": asked.source, **asked.options.given}
@@ -324,26 +331,26 @@ def _planned(
     stages: Stages,
     frontend: str,
     meshes: Sequence[Mesh],
-    step: tuple[RematOption, int],
+    step: tuple[RematOption, int, float | None],
     options: OptionKeywords,
 ) -> Plan:
-    """The plan of SOURCE; `step` says what of it is recomputed, and of how many micro-batches it is."""
+    """The plan of SOURCE; `step`: what is recomputed, micro-batches, the norm that gradients are clipped to."""
     from autoshard.api import plan_program
     from autoshard.frontends.choose import blocks_of, switches_for
     from autoshard.planning.options import PlanningOptions
     from autoshard.planning.road import plan_model
 
-    remat, micro_batches = step
+    remat, micro_batches, clip_grad_norm = step
     if is_stablehlo(asked.source):
-        if step != ("as-is", 1):
-            option = "--remat" if remat != "as-is" else "--micro-batches"
+        if step != ("as-is", 1, None):
+            option = "--remat" if remat != "as-is" else "--micro-batches" if micro_batches > 1 else "--clip-grad-norm"
             raise click.ClickException(f"{asked.source} is a whole program already: {option} is for models")
         return plan_program(module(asked, stages), meshes, **options)
     source = loaded(asked, stages)
     blocks = blocks_of(source.model) if source.train and remat != "as-is" else ()
 
     def capture(remat: Remat | None) -> Program:
-        return traced(source, frontend, switches_for(meshes[0].device, remat, micro_batches))
+        return traced(source, frontend, switches_for(meshes[0].device, remat, micro_batches, clip_grad_norm))
 
     return Plan.of(plan_model(capture, blocks, remat, meshes, PlanningOptions(**options)))  # type: ignore[arg-type]
 

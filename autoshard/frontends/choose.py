@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -34,22 +35,28 @@ def choose(frontend: str = "auto") -> str:
     )
 
 
-def switches_for(device: str | None, remat: Remat | None = None, micro_batches: int = 1) -> tuple[str, ...]:
+def switches_for(
+    device: str | None, remat: Remat | None = None, micro_batches: int = 1, clip_grad_norm: float | None = None
+) -> tuple[str, ...]:
     """The capture switches of programs for a kind of device; None: for any.
 
     Args:
         remat: what is recomputed in place of the program's own checkpoints; None: these hold.
         micro_batches: of a step.
+        clip_grad_norm: norm of all gradients that they are clipped to.
 
     Raises:
-        ValueError: fewer than one micro-batch.
+        ValueError: fewer than one micro-batch; a norm that is not above 0.
     """
-    from autoshard.frontends.switches.handlers import ATTENTION, EXPERTS, MICRO_BATCHES, REMAT, SWITCHES
+    from autoshard.frontends.switches.handlers import ATTENTION, CLIPS, EXPERTS, MICRO_BATCHES, REMAT, SWITCHES
 
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches!r}: a step has one micro-batch or more")
+    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, int | float) and 0 < clip_grad_norm < math.inf):
+        raise ValueError(f"clip_grad_norm={clip_grad_norm!r}: a norm above 0, or None")
     own: tuple[str, ...] = () if remat is None else (f"{REMAT}:{switch_value(remat)}",)
     own += (f"{MICRO_BATCHES}:{micro_batches}",) if micro_batches > 1 else ()
+    own += () if clip_grad_norm is None else (f"{CLIPS}:{float(clip_grad_norm)!r}",)
     found = None if device is None else load_device(device)
     if found is None or found.target == "cpu":
         return (*SWITCHES, *own)

@@ -272,6 +272,13 @@ class Plan:
         return 1 if self.program.micro_steps is None else self.program.micro_steps.count
 
     @property
+    def clip_grad_norm(self) -> float | None:
+        """The norm that the step clips gradients to; None where it does not."""
+        prefix = "clip_grad_norm:"
+        said = next((name.removeprefix(prefix) for name in self.program.switches if name.startswith(prefix)), None)
+        return None if said is None else float(said)
+
+    @property
     def remat(self) -> str | None:
         """What is recomputed in place of the program's own checkpoints (`plans/remat.py`); None if these hold."""
         prefix = "remat:"

@@ -56,7 +56,8 @@ def plan_report(plan: Plan) -> str:
     parts = [
         f"Plan of a {'training step' if plan.program.kind == 'train' else 'forward pass'} "
         f"({len(plan.program.ops)} aten ops) on {mesh_text(plan.mesh)}"
-        + (f", {plan.micro_batches} micro-batches and one update" if plan.micro_batches > 1 else ""),
+        + (f", {plan.micro_batches} micro-batches and one update" if plan.micro_batches > 1 else "")
+        + (f", gradients clipped to norm {plan.clip_grad_norm:g}" if plan.clip_grad_norm else ""),
         *_options(plan),
         *(f"  {line}" for line in scheduler_lines(plan.mesh)),
         "",

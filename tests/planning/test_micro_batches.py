@@ -12,6 +12,7 @@ from autoshard.mesh import Mesh
 from autoshard.plans.value import PlanMismatchError
 from autoshard.stablehlo.annotate import check_steps
 from autoshard.stablehlo.reader import build_graph
+from tests.conftest import FRONTENDS
 
 MESH = Mesh((2, 2), device="h100")
 
@@ -104,3 +105,24 @@ def test_a_norms_gradient_is_summed_over_both_batches_split_alike() -> None:
     found = autoshard.plan_program(step, mesh, rivals=False)
     by_hand = autoshard.manual_plan("dp", step, mesh)
     assert found.predicted.overlapped_s <= 1.01 * by_hand.predicted.overlapped_s
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_gradients_are_clipped_before_the_update(frontend: str) -> None:
+    model, step = torch.nn.Linear(4, 4), {"loss_fn": torch.sum, "frontend": frontend}
+    plain = autoshard.capture(model, torch.zeros(4, 4), **step)
+    program = autoshard.capture(model, torch.zeros(4, 4), **step, clip_grad_norm=0.5)
+    more = [op for op in program.ops if op.phase == "optimizer"]
+    assert len(program.ops) == len(plain.ops) + len(more)
+    assert {each.name for each in program.outputs} == {each.name for each in plain.outputs}
+    plan = autoshard.plan_program(program, autoshard.Mesh((2,), device="h100"))
+    assert plan.clip_grad_norm == 0.5
+    assert "gradients clipped to norm 0.5" in str(plan)
+
+
+def test_a_norm_that_clips_nothing_sensible_is_refused() -> None:
+    for norm in (0, -1.0, float("inf"), "1"):
+        with pytest.raises(ValueError, match="a norm above 0, or None"):
+            autoshard.capture(torch.nn.Linear(4, 4), torch.zeros(4, 4), loss_fn=torch.sum, clip_grad_norm=norm)
+    with pytest.raises(CaptureError, match=r"clip_grad_norm=1\.0 is of a training step"):
+        autoshard.capture(torch.nn.Linear(4, 4), torch.zeros(4, 4), clip_grad_norm=1.0)

@@ -39,7 +39,11 @@ REMAT = "remat"
 """The switch that says which blocks are recomputed: `remat:all=model.layers.0-31`."""
 MICRO_BATCHES = "micro_batches"
 """The switch that says of how many micro-batches a step is: `micro_batches:4`. Capture traces two of them."""
-HANDLERS: dict[str, dict[Any, Handler]] = {name: {} for name in (*SWITCHES, ATTENTION, EXPERTS, REMAT, MICRO_BATCHES)}
+CLIPS = "clip_grad_norm"
+"""The switch that says to which norm gradients are clipped before the update: `clip_grad_norm:1.0`."""
+HANDLERS: dict[str, dict[Any, Handler]] = {
+    name: {} for name in (*SWITCHES, ATTENTION, EXPERTS, REMAT, MICRO_BATCHES, CLIPS)
+}
 """Switch -> torch function -> handler."""
 
 UNTOUCHED = NotImplemented

@@ -24,6 +24,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
 | `micro_batches:K` | nothing: capture traces two micro-steps and the update | a step of K micro-batches |
+| `clip_grad_norm:N` | nothing: capture clips gradients before the update | `torch.nn.utils.clip_grad_norm_` of a loop |
 | `checks` | distributions' look at their arguments is off by default | it reads values |
 | `transformers` | mask code believes it is traced; `use_cache` is off; experts are `batched_mm` | masks would be read; a cache adds ops to a training step; other experts read which tokens they have |
 """  # noqa: E501

@@ -24,7 +24,7 @@ from autoshard.dtypes import NO_FP8, torch_dtypes
 from autoshard.errors import CaptureError
 from autoshard.experts.form import ONE_OP
 from autoshard.frontends.switches import table as switches
-from autoshard.frontends.switches.handlers import ATTENTION, EXPERTS, MICRO_BATCHES, noting
+from autoshard.frontends.switches.handlers import ATTENTION, CLIPS, EXPERTS, MICRO_BATCHES, noting
 from autoshard.frontends.tracing import refusals
 from autoshard.frontends.tracing.attributes import Attributes
 from autoshard.frontends.tracing.copies import Copies
@@ -106,9 +106,11 @@ def trace_step(
         raise CaptureError("an optimizer was given, but train=False: a forward pass makes no step")
     if loss_fn is not None and not callable(loss_fn):
         raise CaptureError(f"loss_fn is a callable from the model's output to a number, not {type(loss_fn).__name__}")
-    count = _micro_batches(switches)
+    count, most = int(_said(switches, MICRO_BATCHES) or 1), _said(switches, CLIPS)
     if count > 1 and not train:
         raise CaptureError(f"micro_batches={count} is of a training step, and this is a forward pass")
+    if most and not train:
+        raise CaptureError(f"clip_grad_norm={most} is of a training step, and this is a forward pass")
     with contextlib.ExitStack() as behind, nothing_left():
         inputs = split_inputs(model, sample_inputs, loss_fn)
         with tracing(model, loss_fn, tuple(switches)) as traced:
@@ -118,7 +120,7 @@ def trace_step(
                 traced.backward(loss_or_output)
                 if count > 1:
                     traced.second_micro_step(inputs, loss_fn, count)
-                traced.update(optimizer)
+                traced.update(optimizer, float(most) if most else None)
             program = traced.program(loss_or_output, train)
             return replace(program, once=traced.another_program(program, inputs, loss_fn))
 
@@ -480,9 +482,10 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                 found[known.name] = self.labels.producer(self._current(known))
         return {name: made for name, made in found.items() if isinstance(made, tuple)}
 
-    def update(self, optimizer: Any) -> None:
-        """Run the optimizer's step; without one, gradients are results."""
+    def update(self, optimizer: Any, clip_grad_norm: float | None = None) -> None:
+        """Clip gradients and run the optimizer's step; without one, gradients are results."""
         if optimizer is None:
+            self._clip(clip_grad_norm)
             for known in [k for k in self.known.values() if k.role == "parameter" and k.tensor.grad is not None]:
                 self.results.append(Result(f"{known.name}.grad", "output", known.tensor.grad))
             return
@@ -498,6 +501,7 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.data.states = lambda like: state_values(made, graded, like)
         held = {id(p) for group in made.param_groups for p in group["params"]}
         self.trained = {name: type(made).__name__ for key, name in graded.items() if key in held}
+        self._clip(clip_grad_norm)
         self.labels.phase = "optimizer"
         with self._explained(None), self.labels:
             step(made)
@@ -507,6 +511,12 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
                     if name not in self.known or tensor_id(tensor) != self.known[name].first:
                         updates = name if name in self.known else None
                         self.results.append(Result(name, "optimizer_state", tensor, updates))
+
+    def _clip(self, norm: float | None) -> None:
+        if norm is not None:
+            self.labels.phase = "optimizer"
+            with self._explained(None), self.labels:
+                torch.nn.utils.clip_grad_norm_(self.roots[""].parameters(), norm)
 
     @contextlib.contextmanager
     def _explained(self, inputs: Inputs | None) -> Iterator[None]:
@@ -804,10 +814,9 @@ def _loss_of(output: Any) -> Any:
     return getattr(output, "loss", output)
 
 
-def _micro_batches(names: Sequence[str]) -> int:
-    """Micro-batches of a step, as the switches say."""
-    prefix = f"{MICRO_BATCHES}:"
-    return next((int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)), 1)
+def _said(names: Sequence[str], switch: str) -> str:
+    """What follows the colon of a switch, `micro_batches:4`; empty where it is off."""
+    return next((name.removeprefix(f"{switch}:") for name in names if name.startswith(f"{switch}:")), "")
 
 
 def _brief(value: Any) -> str:

@@ -340,8 +340,8 @@ class Annotator(AtenSequence):
         raise PlanMismatchError(
             f"this step is not the one the plan is for; first difference at op {index}: {difference}."
             f"{_ON_HOST if self._reads_host else ''}{self._other_value} Parameters and optimizer state are as before "
-            "the step; plan the step as it is now, or use zero_grad(set_to_none=True) and keep what is not part of it "
-            "outside annotate()"
+            "the step; plan the step as it is now (clipped gradients with clip_grad_norm=), or use "
+            "zero_grad(set_to_none=True) and keep what is not part of it outside annotate()"
         )
 
 

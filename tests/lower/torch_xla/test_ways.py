@@ -31,6 +31,8 @@ def seen(tmp_path_factory):
         "activation_checkpointing",
         "activation_checkpointing_of_torch",
         "autocast",
+        "gradients_clipped",
+        "micro_batches_clipped",
         "bf16",
         "dynamo",
         "eager_and_compile",

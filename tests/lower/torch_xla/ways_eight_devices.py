@@ -70,8 +70,8 @@ def batch(number, dtype=torch.float32):
     return tuple(torch.randn(8, 16, generator=generator).to(dtype) for _ in range(2))
 
 
-def planned(model, dtype=torch.float32, mesh=MESH, remat=None, micro_batches=1):
-    switches = switches_for(None, remat, micro_batches)
+def planned(model, dtype=torch.float32, mesh=MESH, **of_step):
+    switches = switches_for(None, **of_step)
     how = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": sgd, "switches": switches}
     return alternating(capture(model, batch(0, dtype), **how), mesh)
 
@@ -86,7 +86,7 @@ def look(plan, model, loss):
     MISSING[model] = max(missing, MISSING.get(model, 0))
 
 
-def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, called=None):
+def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, called=None, clip=None):
     """Train under a plan, `called` in the model's place if given; returns the losses and the optimizer."""
     optimizer = sgd(model.parameters())
     plan.apply(model, optimizer)
@@ -96,6 +96,7 @@ def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, call
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss((called or model)(x), y)
             loss.backward()
+            clipped(model, clip)
             optimizer.step()
         look(plan, model, loss)
         return loss.detach()
@@ -108,7 +109,13 @@ def trained(plan, model, steps=range(STEPS), dtype=torch.float32, run=None, call
     return losses, optimizer
 
 
-def alone(model, dtype=torch.float32, steps=range(STEPS)):
+def clipped(model, norm):
+    if norm is not None:
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        assert found.device.type == "xla" or found > 2 * norm
+
+
+def alone(model, dtype=torch.float32, steps=range(STEPS), clip=None):
     optimizer = sgd(model.parameters())
     losses = []
     for number in steps:
@@ -116,6 +123,7 @@ def alone(model, dtype=torch.float32, steps=range(STEPS)):
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
+        clipped(model, clip)
         optimizer.step()
         losses.append(loss.float().item())
     return losses
@@ -158,9 +166,16 @@ def accumulated(model, number, place, count):
     return loss
 
 
-def micro_batches(count=4):
+def gradients_clipped(norm=0.05):
     model, reference = fresh(), fresh()
-    plan = planned(model, micro_batches=count)
+    plan = planned(model, clip_grad_norm=norm)
+    losses, _ = trained(plan, model, clip=norm)
+    return compared(losses, alone(reference, clip=norm), model, reference, plan)
+
+
+def micro_batches(count=4, clip=None):
+    model, reference = fresh(), fresh()
+    plan = planned(model, micro_batches=count, clip_grad_norm=clip)
     optimizer, alone = sgd(model.parameters()), sgd(reference.parameters())
     plan.apply(model, optimizer)
     losses, wanted = [], []
@@ -168,12 +183,14 @@ def micro_batches(count=4):
         with plan.annotate():
             optimizer.zero_grad()
             loss = accumulated(model, number, "xla", count)
+            clipped(model, clip)
             optimizer.step()
         look(plan, model, loss)
         torch_xla.sync()
         losses.append(loss.item())
         alone.zero_grad()
         wanted.append(accumulated(reference, number, "cpu", count).item())
+        clipped(reference, clip)
         alone.step()
     return compared(losses, wanted, model, reference, plan)
 
@@ -535,6 +552,8 @@ SCENARIOS = {
     "recomputed_as_planned": recomputed_as_planned,
     "micro_batches": micro_batches,
     "two_micro_batches": partial(micro_batches, 2),
+    "gradients_clipped": gradients_clipped,
+    "micro_batches_clipped": partial(micro_batches, 4, 0.1),
     "activation_checkpointing": activation_checkpointing,
     "activation_checkpointing_of_torch": activation_checkpointing_of_torch,
     "bf16": bf16,
