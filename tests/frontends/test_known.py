@@ -48,7 +48,17 @@ def repeated(linear: nn.Linear, x: torch.Tensor, mask: torch.Tensor) -> torch.Te
     return linear(x[:, 0].repeat_interleave(mask.sum(1), 0))
 
 
+def ends_of_rows(linear: nn.Linear, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As PyTorch Geometric writes cumulative sums."""
+    ends = mask.new_empty(len(mask) + 1)
+    ends[:1].zero_()
+    torch.cumsum(mask.sum(1), 0, out=ends[1:])
+    return linear(x) * int(ends[-1])
+
+
 READS: list[tuple[Body, list[str]]] = [
+    (ends_of_rows, ["6"]),
+    (lambda linear, x, mask: linear(x) * (mask.new_empty(2).zero_().max() + mask[0].max()).item(), ["1"]),
     (lambda linear, x, mask: linear(x) * mask.max().item(), ["1"]),
     (lambda linear, x, mask: linear(x) if mask.any() else x, ["True"]),
     (lambda linear, x, mask: linear(x) * mask.sum(1).tolist()[1], ["[3, 1, 2]"]),

@@ -295,6 +295,8 @@ CASES: dict[str, Case] = {
     "averages with a ceiling": (
         lambda i: F.avg_pool2d(i, (3, 2), (2, 3), (1, 0), ceil_mode=True, count_include_pad=False), (image,),
     ),
+    "averages of windows beyond the image": (lambda i: F.avg_pool2d(i, 1280, ceil_mode=True).mul(i), (image,)),
+    "averages of most of the image": (lambda i: F.avg_pool2d(i, (5, 4), 2, 2, ceil_mode=True), (image,)),
     "averages over padding": (lambda x: F.avg_pool1d(x, 3, 2, 1, ceil_mode=True), (x,)),
     "sums with a ceiling": (lambda i: F.avg_pool2d(i, 2, ceil_mode=True, divisor_override=3), (image,)),
     "largest of dilated windows": (lambda x: F.max_pool1d(x, 3, dilation=2), (x,)),
@@ -520,6 +522,12 @@ def test_what_torch_xla_has_no_lowering_of_is_captured(name: str) -> None:
     model.forward = lambda *given: function(*given).sum()  # type: ignore[method-assign]
     model.register_parameter("w", nn.Parameter(torch.ones(())))
     assert capture(model, tuple(torch.empty_like(t) for t in operands)).ops
+
+
+def test_a_window_beyond_the_image_is_one_slice() -> None:
+    """transformers' EfficientNet averages windows of 1280 x 1280 pixels of images of 7 x 7."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(1280, ceil_mode=True))
+    assert len(capture(model, torch.zeros(2, 3, 7, 7)).ops) < 40
 
 
 @pytest.mark.parametrize("name", CASES)

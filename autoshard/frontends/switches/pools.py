@@ -117,7 +117,11 @@ def _count(old: int, size: int, step: int, pad: int, gap: int, ceil_mode: bool) 
 def _taps(
     x: torch.Tensor, dim: int, size: int, step: int, pad: int, gap: int, count: int, outside: float
 ) -> torch.Tensor:
-    """[..., count, size]: windows of a dim, which comes last."""
+    """[..., count, size]: windows of a dim, which comes last; shorter ones where none reaches so far inside."""
+    old = x.shape[dim]
+    if count == 1 and gap == 1:
+        return x.transpose(dim, -1)[..., : size - pad].unsqueeze(-2)
+    size = min(size, -(-(old + 2 * pad) // gap))
     end = (count - 1) * step + gap * (size - 1) + 1
-    x = functional.pad(x.transpose(dim, -1), (pad, max(end - x.shape[dim] - pad, 0)), value=outside)
+    x = functional.pad(x.transpose(dim, -1), (pad, max(end - old - pad, 0)), value=outside)
     return torch.stack([x[..., gap * i : gap * i + (count - 1) * step + 1 : step] for i in range(size)], -1)

@@ -42,7 +42,6 @@ from autoshard.frontends.tracing.trace import (
     Result,
     Tracing,
     check_placeable,
-    takes_values,
     trace_step,
 )
 from autoshard.program import Argument, Program, TensorType
@@ -182,12 +181,6 @@ class _Recording(Labels):
             found = inner(tensor)
             assert found is not None
             self.marks.setdefault(self.recorder.value_of(found), (call.index, j))
-
-    def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Answer host reads; keep the data of host tensors."""
-        if takes_values(func, args, kwargs):
-            return self.read(func, args, kwargs)
-        return self.execute(func, args, kwargs)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an op on placeholders, or a factory."""

@@ -36,6 +36,7 @@ from autoshard.frontends.tracing.next_step import Pass, draw_again
 from autoshard.frontends.tracing.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
 from autoshard.frontends.tracing.sequence import (
     ALIAS_OPS,
+    CLEARS,
     COPY_OPS,
     AtenSequence,
     Call,
@@ -656,6 +657,10 @@ class _Followed:
         return value
 
 
+MOST_FOLLOWED = 1 << 16
+"""Elements of a cleared tensor, above which its values are not followed: gradients are cleared too."""
+
+
 class Labels(AtenSequence, ABC):
     """Runs each aten op under its label, marks its outputs, records it; refuses ops that cannot be captured.
 
@@ -747,8 +752,21 @@ class Labels(AtenSequence, ABC):
         self.ops.append(AtenOp(call.index, call.name, path, self.phase, tuple(types), call.inputs, call.options))
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Answer host reads."""
-        return self.read(func, args, kwargs) if takes_values(func, args, kwargs) else func(*args, **kwargs)
+        """Answer host reads; follow what is cleared, which counts as of the host."""
+        if takes_values(func, args, kwargs):
+            return self.read(func, args, kwargs)
+        result = self.execute(func, args, kwargs)
+        if isinstance(result, torch.Tensor) and is_xla(result) and result.numel() <= MOST_FOLLOWED:
+            tensors = tensors_in((args, kwargs))
+            if name_of(func) in CLEARS:
+                self.values.from_host(result, torch.zeros(result.shape, dtype=result.dtype))
+            elif tensors and all(is_xla(t) and tensor_id(t) in self.values.host for t in tensors):
+                made = func(*on_cpu(args, self._of_host), **on_cpu(dict(kwargs), self._of_host))
+                self.values.from_host(result, made)
+        return result
+
+    def _of_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.values.host[tensor_id(tensor)]
 
     def _follow(self, name: str, tensors: tuple[torch.Tensor, ...], result: Any) -> None:
         """Record tensors from the host."""
