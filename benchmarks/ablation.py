@@ -53,21 +53,14 @@ def first(found: Any, *_: Any, **__: Any) -> Any:
     return found
 
 
-def pair(kernels: Any, order: Any, *_: Any) -> Any:
-    """One that changes neither kernels nor order."""
-    return kernels, order
-
-
 COARSE: dict[str, list[tuple[Any, str, Any]]] = {
     "tpu": [
         (tpu, "merged_outputs", first),
         (tpu, "several_results", first),
         (tpu, "hidden", first),
         (tpu, "product_with_vectors", lambda kernel, program: None),
-        (tpu, "allocated_early", pair),
         (tpu, "beside_sparse_cores", lambda kernels, order, program, device: (kernels, order)),
         (TpuFusion, "_met", lambda self: set()),
-        (TpuFusion, "_join", lambda self, *arguments: None),
         (TpuFusion, "_widens", lambda self, step: False),
         (place, "_take_over", lambda *arguments: None),
     ],

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.cost.compiler.backends import backend_of
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.overlap import taken_share
 from autoshard.cost.predict import predict
@@ -130,25 +129,15 @@ class OneMesh:
         """The solver's choice under a limit of `limit` bytes per device, the better of two by its prediction.
 
         One problem has all collectives in sequence with kernels, the other most of each gather of a weight and of each
-        sum of gradients beside them. On a TPU, copies of activations run early beside gathers (`strips.py`), all of
-        them as soon as there is one gather: a cost that no edge can carry. So the problem is also solved without
-        gathers, and the faster prediction wins. These copies count twice in that comparison: the prediction covers only
-        part of what follows from them. Nothing is solved twice where the choice without a limit is too large.
+        sum of gradients beside them. Nothing is solved twice where the choice without a limit is too large.
 
         Args:
             before: under another limit; its prices are a start.
         """
         settings = self.settings(limit)
-        found = self.better(self._formulated(limit), settings, before)
-        early = backend_of(load_device(self.mesh.device)).early_seconds(found.prediction.compiled)
-        if early and not self.too_large(found, limit):
-            try:
-                other = self.better(self._formulated(limit, gathers=False), settings, before)
-            except NoPlanError:  # a hint, or the memory limit, needs a gather
-                pass
-            else:
-                found = found if found.time + early <= other.time else other
-        return self.scheduled(found.written(self.graph, self.options))
+        self.options.progress("strategies")
+        formulation = formulated(self.graph, self.mesh, limit, self.hints)
+        return self.scheduled(self.better(formulation, settings, before).written(self.graph, self.options))
 
     def scheduled(self, found: Candidate) -> Candidate:
         """The candidate as it is compiled; what is to be refined is compiled for the target that was asked for."""
@@ -159,10 +148,6 @@ class OneMesh:
         options, deadline = self.options, time.process_time() + self.seconds
         goal = self.goal if limit is None or limit == self.memory else math.inf
         return Settings(deadline, options.seed, options.backend, goal)
-
-    def _formulated(self, limit: float | None, *, gathers: bool = True) -> Formulation:
-        self.options.progress("strategies")
-        return formulated(self.graph, self.mesh, limit, self.hints, gathers=gathers)
 
     def too_large(self, found: Candidate, limit: float | None) -> bool:
         """Whether a choice without a limit does not keep the one asked for, so that it is not the plan."""
@@ -280,19 +265,13 @@ def _rate(predicted: float, priced: float) -> float:
     return min(4.0, max(0.5, predicted / priced)) if predicted > 0.0 and priced > 0.0 else 1.0
 
 
-def formulated(
-    graph: Graph, mesh: Mesh, memory: float | None, hints: Mapping[str, Spec], *, gathers: bool = True
-) -> Formulation:
-    """The problem of a graph on `mesh`; hints are hard constraints.
-
-    Args:
-        gathers: whether strategies and reshards may gather.
-    """
+def formulated(graph: Graph, mesh: Mesh, memory: float | None, hints: Mapping[str, Spec]) -> Formulation:
+    """The problem of a graph on `mesh`; hints are hard constraints."""
     arguments, inside = split(graph, hints)
     for value, spec in inside.items():
         mesh.check(spec, graph.type_of(value).shape, "a hint")
     device = load_device(mesh.device)
-    return formulate(graph, mesh, device, memory=memory, hints=arguments, inside=inside, gathers=gathers)
+    return formulate(graph, mesh, device, memory=memory, hints=arguments, inside=inside)
 
 
 def decide(

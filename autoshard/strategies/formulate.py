@@ -256,7 +256,6 @@ def formulate(
     memory: float | None = None,
     hints: Mapping[str, Spec] | None = None,
     inside: Mapping[Value, Spec] | None = None,
-    gathers: bool = True,
 ) -> Formulation:
     """The strategy-selection problem (an integer linear program) of a program on a mesh.
 
@@ -264,9 +263,8 @@ def formulate(
         memory: limit of bytes per device at any point of the step, or None.
         hints: argument name -> its required sharding. Raises ValueError for a hint that fits no argument.
         inside: other values -> their required shardings.
-        gathers: whether all-gathers are allowed: a user drops an axis that splits a value.
     """
-    built = _Builder(simplified(graph, device.target), mesh, device, hints or {}, inside or {}, gathers).build(memory)
+    built = _Builder(simplified(graph, device.target), mesh, device, hints or {}, inside or {}).build(memory)
     return built.fixed(inside or {})
 
 
@@ -289,9 +287,8 @@ class _Builder:
         device: Device,
         hints: Mapping[str, Spec],
         inside: Mapping[Value, Spec],
-        gathers: bool,
     ) -> None:
-        self.graph, self.mesh, self.device, self.hints, self.gathers = graph, mesh, device, hints, gathers
+        self.graph, self.mesh, self.device, self.hints = graph, mesh, device, hints
         self.allowed = Orders(mesh, (*hints.values(), *inside.values()))
         arguments = zip(graph.arguments, graph.program.arguments, strict=True)
         self.inputs = {Value(op) for op, argument in arguments if argument.role == "input"}
@@ -690,9 +687,6 @@ class _Builder:
                     found = found + self._read_whole(value, rows, columns, moved)
                 if not self.prices.stores(value):
                     found = found + moved * self.prices.storing_seconds(kind, rows)[:, None]
-                if not self.gathers:
-                    gathered = [[bool(spec_axes(row) - spec_axes(column)) for column in columns] for row in rows]
-                    found = np.where(np.array(gathered), np.inf, found)
                 if sliced:
                     differs = np.array([[row != column for column in columns] for row in rows])
                     made = self.prices.copy_seconds(kind, columns)

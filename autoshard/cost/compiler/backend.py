@@ -171,10 +171,6 @@ class Backend:
         """Per kernel the bytes whose transfer takes as long as the kernel does."""
         return [(touched, {}) for touched in compiled.touched]
 
-    def early_seconds(self, compiled: Compiled) -> float:
-        """Seconds of extra copies in a program with any all-gather."""
-        return 0.0
-
     @property
     def rewrites(self) -> Passes[Lowered]:
         """Passes before fusion: layouts, copies, padding."""

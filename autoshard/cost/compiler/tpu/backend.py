@@ -28,7 +28,6 @@ from autoshard.cost.compiler.schedule import (
     summed_over,
 )
 from autoshard.cost.compiler.tpu import rewrite, strips, units
-from autoshard.cost.compiler.tpu.conv_loops import allocated_early
 from autoshard.cost.compiler.tpu.counted_peak import counted_peak
 from autoshard.cost.compiler.tpu.fusion import MOVES, TpuFusion, reads_from_memory
 from autoshard.cost.compiler.tpu.gathers import JOINED, gathered_in_pieces
@@ -238,10 +237,6 @@ class CoarseTpuBackend(Backend):
 class TpuBackend(CoarseTpuBackend):
     """The compiler for which `libtpu.toml` has figures."""
 
-    def early_seconds(self, compiled: Compiled) -> float:
-        """See `strips.early_seconds`."""
-        return strips.early_seconds(compiled, self.device)
-
     @property
     def rewrites(self) -> Passes[Lowered]:
         """See `rewrite.py`, `strips.py` and `loops.py`."""
@@ -276,9 +271,7 @@ class TpuBackend(CoarseTpuBackend):
     def overlap(
         self, kernels: list[Kernel], order: list[int], deps: Dependencies, program: Lowered
     ) -> tuple[list[Kernel], list[int]]:
-        """Allocate what convolutions add up early; sparse cores copy large narrow tables."""
-        if self.device.cores == 1:
-            kernels, order = allocated_early(kernels, order, program)
+        """Sparse cores copy large narrow tables."""
         return beside_sparse_cores(kernels, order, program, self.device)
 
 

@@ -7,7 +7,6 @@ users.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from autoshard.cost.compiler.tpu.strip_widths import annotated_view, enlarges
 from autoshard.cost.compiler.tpu.strips import halo_passes
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.device import Device
-from autoshard.cost.machine.figures import figure, of_kind, whole
+from autoshard.cost.machine.figures import of_kind
 from autoshard.cost.machine.tiles import ROWS
 from autoshard.graph.groups import ELEMENTWISE, INDEXED
 
@@ -43,9 +42,6 @@ OPERATIONS = {"convert": 0, "erf": 40, "divide": 8}
 
 SHORTER = 8
 """Those of an error function of bf16. Not measured: of one alone 40 hold; GELUs of BERT, Whisper and ViT follow."""
-
-LONGEST, WIDER = whole("fused_contraction"), figure("fused_width")
-"""Longest contraction of a product whose kernel fuses several elementwise users."""
 
 
 class TpuFusion(Fusion):
@@ -75,22 +71,18 @@ class TpuFusion(Fusion):
         not predicted, and the memory of such nets is closer so.
         """
         kernels: dict[int, list[int]] = {}  # last step of a contraction's kernel -> its steps
-        joins: dict[int, list[tuple[int, list[int]]]] = {}  # step -> (end of a kernel that reaches it, steps between)
         for number, step in enumerate(self.steps):
             if self.root[number] != number:
                 continue
             if step.kind in CONTRACTIONS:
                 if not (step.parts >= RING or ring(self.program, step) is not None):
                     kernels[number] = [number]
-                    self._join(number, number, joins)
                 continue
-            ends: list[tuple[int, list[int]]] = [(last, []) for last in self._extendable(step) if last in kernels]
-            ends += [(last, way) for last, way in joins.pop(number, ()) if kernels.keys().isdisjoint(way)]
+            ends = [last for last in self._extendable(step) if last in kernels]
             if ends:
-                convolution = self.steps[kernels[ends[0][0]][0]].kind == "convolution"
-                last, way = min(ends, key=lambda end: kernels[end[0]][0]) if convolution else ends[0]
-                kernels[number] = [*kernels.pop(last), *way, number]
-                self._join(number, kernels[number][0], joins)
+                convolution = self.steps[kernels[ends[0]][0]].kind == "convolution"
+                last = min(ends, key=lambda end: kernels[end][0]) if convolution else ends[0]
+                kernels[number] = [*kernels.pop(last), number]
         for last, members in kernels.items():
             for member in members:
                 self.root[member] = last
@@ -165,38 +157,6 @@ class TpuFusion(Fusion):
             large = [array for array in large if rank(self.arrays[array]) >= rank(made)]
             if len(large) > 1 and sum(array.bytes for array in read) > made.bytes:
                 yield step.writes[0]
-
-    def _join(self, number: int, product: int, joins: dict[int, list[tuple[int, list[int]]]]) -> None:
-        """Find the step at which the paths from several elementwise users of a contraction's result meet, if any.
-
-        If the contraction is short its kernel fuses all of them; else users recompute them.
-        """
-        made = self.steps[number].writes[0]
-        size = self.arrays[made].elements
-        if len(self.arrays[made].readers) < 2 or self.arrays[made].returned or self.convolves:
-            return
-        width = (self.arrays[made].shape or (size,))[-1]
-        if self.steps[product].flops > 2 * max(LONGEST, WIDER * width) * size:
-            return
-        waiting = sorted(self.arrays[made].readers)
-        way: list[int] = []
-        while waiting and len(way) < MOST_AGAIN:
-            reader = heapq.heappop(waiting)
-            if way and reader == way[-1]:
-                continue
-            step = self.steps[reader]
-            if len(step.writes) != 1 or step.kind not in ELEMENTWISE or self.arrays[step.writes[0]].elements != size:
-                return
-            if all(one == reader for one in waiting):
-                if any(self.steps[one].kind == SLICE for one in self.arrays[step.writes[0]].readers):
-                    return  # sliced, and the whole recomputed
-                joins.setdefault(reader, []).append((number, way))
-                return
-            if self.arrays[step.writes[0]].returned:
-                return
-            way.append(reader)
-            for one in self.arrays[step.writes[0]].readers:
-                heapq.heappush(waiting, one)
 
     def _kept(self, number: int, step: Step, array: int, readers: Sequence[int], kernels: int) -> bool:
         if number in self.ends or step.parts >= RING or array in self.met or self._is_broadcast(step, array):

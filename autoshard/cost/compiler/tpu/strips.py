@@ -9,17 +9,14 @@ As seen in compiled steps of ResNet (libtpu 0.0.51, 4 images per device):
 - Where strips end, or are of two widths, what is elementwise reads copies that lie whole: so a convolution of stride 2
   has all that the backward pass needs in front of it copied, the mask of a ReLU and what a norm centres and scales
   (`_recut`). A convolution of more than one tap reads the edges of strips from kernels of their own (`_with_edges`).
-- Where a gather is in flight, copies for the backward pass run beside it and wait in device memory (one core). That is
-  not predicted, but a plan with gathers must be worth it (`early_seconds`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
-from autoshard.cost.compiler.backend import Compiled
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
@@ -34,12 +31,10 @@ from autoshard.cost.compiler.tpu.strip_widths import (
     taps_of,
     with_images_apart,
 )
-from autoshard.cost.machine.device import Device
-from autoshard.cost.machine.figures import table, whole
+from autoshard.cost.machine.figures import table
 from autoshard.cost.machine.tiles import ROWS
 from autoshard.graph.groups import ELEMENTWISE
 
-IN_FLIGHT = whole("asynchronous_gather")
 AROUND = table("copies_around")
 
 MASK = "mask"
@@ -52,20 +47,6 @@ READ_WHOLE = frozenset({"reduce_window", "select_and_scatter", "pad"})
 """Kinds that read merged strips, if they end a chain."""
 
 MOVING = COLLECTIVES - {"all-reduce"}
-
-
-def early_seconds(compiled: Compiled, device: Device) -> float:
-    """Seconds of copies that overlap an all-gather: one write and one read in device memory.
-
-    They are those of activations in strips that the backward pass reads, on one core.
-    """
-    kernels, program = compiled.kernels, compiled.program
-    backward = _backward(kernels, program) if device.cores == 1 else None
-    if backward is None or not any(_in_flight(kernel, program) for kernel in kernels):
-        return 0.0
-    made = {array for kernel in kernels[:backward] for array in kernel.writes if program.arrays[array].strips}
-    late = {array for kernel in kernels[backward:] for array in kernel.reads}
-    return 2 * sum(program.arrays[array].bytes for array in made & late) / device.reachable_bandwidth
 
 
 def few(program: Lowered) -> list[int]:
@@ -399,24 +380,3 @@ def halo_passes(program: Lowered, step: Step) -> int:
     if taps == 1:
         return 1
     return 6 if gradient else 2 if arrays[step.reads[0]].strips else 4
-
-
-def _made(kernel: Kernel, program: Lowered) -> int:
-    """Bytes of a kernel's results."""
-    return sum(program.arrays[array].bytes for array in kernel.writes)
-
-
-def _in_flight(kernel: Kernel, program: Lowered) -> bool:
-    """Whether other kernels overlap this one: an all-gather of some size."""
-    return kernel.kind == "all-gather" and _made(kernel, program) >= IN_FLIGHT
-
-
-def _backward(kernels: Sequence[Kernel], program: Lowered) -> int | None:
-    """The position of the first gradient of a kernel: a convolution with two computed operands."""
-    computed = _computed(program.steps)
-    gradients = {
-        number
-        for number, step in enumerate(program.steps)
-        if step.kind == "convolution" and len(step.reads) > 1 and step.reads[1] in computed
-    }
-    return next((at for at, kernel in enumerate(kernels) if not gradients.isdisjoint(kernel.steps)), None)

@@ -56,30 +56,23 @@ def test_what_meets_its_own_mean_is_kept_if_it_is_made_of_two_arrays(target, fun
     assert said == count
 
 
-def joined(a: jax.Array, w: jax.Array, x: jax.Array, v: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    product = a @ w
-    z = jnp.tanh(product) * x + product
-    return z @ v, z.T @ y
-
-
 def apart(a: jax.Array, w: jax.Array, x: jax.Array, v: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     product = a @ w
     return (jnp.tanh(product) * x) @ v, (product + x).T @ y
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("function", "narrow"), [(joined, True), (apart, False)])
-def test_a_product_goes_on_to_where_all_that_is_made_of_it_is_one_array_again(target, function, narrow):
+def test_a_product_whose_readers_are_of_two_kernels_is_stored(target):
     arguments = [A, W, X, V, Y]
-    said, found = kept(target, function, *arguments)
+    said, found = kept(target, apart, *arguments)
     assert found == 1
     assert said == 1
-    report, compiled = compiled_for(target, function, arguments, [((), ())] * len(arguments))
+    report, compiled = compiled_for(target, apart, arguments, [((), ())] * len(arguments))
     arrays = report.prediction.compiled.program.arrays
     made = [arrays[array] for kernel in report.prediction.compiled.kernels for array in kernel.writes]
-    assert [array.dtype == "bf16" for array in made if array.elements == 2048 * 1024] == [narrow]
+    assert [array.dtype == "bf16" for array in made if array.elements == 2048 * 1024] == [False]
     results = re.findall(r"= ([^=]*?) fusion\(", compiled.hlo_text.split("\nENTRY")[1])
-    assert [one.startswith("bf16") for one in results if MADE.search(one)] == [narrow]
+    assert [one.startswith("bf16") for one in results if MADE.search(one)] == [False]
 
 
 def scaled(x: jax.Array) -> jax.Array:

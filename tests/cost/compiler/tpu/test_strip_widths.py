@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from autoshard.cost.compiler.backend import Compiled
-from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
 from autoshard.cost.compiler.tpu.strip_widths import Window
 from autoshard.cost.compiler.tpu.strips import EDGES, MASK
 from autoshard.cost.predict import predict
@@ -134,34 +133,3 @@ def test_a_convolution_with_a_halo_reads_strips_from_memory() -> None:
     found = compiled(normalised(64))
     whole = [kernel for kernel in found.kernels if kernel.flops][-1]
     assert "subtract" in {found.program.steps[step].kind for step in whole.steps}
-
-
-def loops(kinds: tuple[str, ...], device: str) -> tuple[list[str], Compiled]:
-    """Convolutions that are loops around a ring each."""
-    written = Written()
-    for kind in kinds:
-        images = written.argument((16, 128, 32, 32))
-        written.convolution(kind, images, written.argument((128, 128, 3, 3)), 3)
-    graph, annotations = written.graph()
-    mesh = Mesh((2, 4), BOTH, device=device)
-    found = predict(graph, annotations, mesh).compiled
-    return [kernel.kind for kernel in found.kernels], found
-
-
-def test_what_loops_add_up_is_allocated_beside_the_first_permutes() -> None:
-    kinds, found = loops(("forward", "input", "forward", "input"), "tpu-v5e")
-    first = kinds.index("convolution")
-    assert kinds.count(ALLOCATED) == 2  # one for each gradient of an input
-    assert max(at for at, kind in enumerate(kinds) if kind == ALLOCATED) < first
-    buffers = [array for kernel in found.kernels if kernel.kind == ALLOCATED for array in kernel.writes]
-    assert {found.live.buffers[array] for array in buffers} == set(buffers)
-    spans = [found.live.spans[array] for array in buffers]
-    gradients = [at for at, kernel in enumerate(found.kernels) if not set(buffers).isdisjoint(kernel.reads)]
-    assert sorted(end for _, end in spans) == gradients
-    assert ALLOCATED not in loops(("forward", "input"), "tpu-v5p")[0]
-
-
-def test_half_of_the_rings_beyond_four_come_before_buffers_are_allocated() -> None:
-    kinds, _ = loops(("forward",) * 4 + ("input",) * 4, "tpu-v5e")
-    before = kinds[: kinds.index(ALLOCATED)]
-    assert before.count("convolution") == 2
