@@ -48,7 +48,8 @@ class HostScalars:
         states = [a for a in program.arguments if a.role == "optimizer_state"]
         self._on_device = frozenset(a.name.removeprefix(f"{a.of}.") for a in states)
         varying = [name for name in varying if not _unlimited(self._fixed[name])]
-        self._find(varying, whole=False)
+        with contextlib.suppress(AssertionError, IndexError):  # states follow from a shape: Adafactor's of matrices
+            self._find(varying, whole=False)
         if len(self._places) < len(varying):
             # A scalar may depend on a shape: Muon's steps are longer for tall matrices.
             with contextlib.suppress(
@@ -61,7 +62,7 @@ class HostScalars:
                     f"{type(optimizer).__name__} computes {name} = {self._fixed[name].item():g} on the host in a way "
                     "that cannot be followed from step to step"
                 )
-        self._settings = [dict(group) for group in optimizer.param_groups]
+        self._settings = [_apart(group) for group in optimizer.param_groups]
         self._steps = 0
 
     def _find(self, varying: Sequence[str], *, whole: bool) -> None:
@@ -79,8 +80,13 @@ class HostScalars:
             places[name] = [i for i, number in enumerate(numbers) if _same(number, value)] or [
                 i for i, number in enumerate(numbers) if _same(number, value.float())
             ]
+        if not whole:
+            ops_of_a_step(small_twin(self._optimizer), self._on_device)
         stand_ins: dict[int, torch.nn.Parameter] = {}
         self._twin = small_twin(self._optimizer, whole=whole, stand_ins=stand_ins)
+        for group, later in zip(self._twin.param_groups, steady.param_groups, strict=True):
+            if "step" in later:
+                group.setdefault("step", later["step"] * 0)
         self._ops, self._stand_ins = ops, stand_ins
         self._places = {name: found for name, found in places.items() if found}
 
@@ -96,8 +102,8 @@ class HostScalars:
             return values
         assert self._optimizer is not None
         for group, seen, now in zip(self._twin.param_groups, self._settings, self._optimizer.param_groups, strict=True):
-            group.update((key, value) for key, value in now.items() if _differs(value, seen.get(key)))
-            seen.update(now)
+            group.update(_apart({key: value for key, value in now.items() if _differs(value, seen.get(key))}))
+            seen.update(_apart(now))
         ops, numbers = ops_of_a_step(self._twin, self._on_device)
         self._steps += 1
         if ops != self._ops:
@@ -124,9 +130,9 @@ class HostScalars:
         assert self._optimizer is not None
         ours = (self._twin.param_groups, self._settings, self._optimizer.param_groups)
         for twin, seen, followed, group in zip(*ours, optimizer.param_groups, strict=True):
-            group.update(changed(seen, twin))
+            group.update(_apart(dict(changed(seen, twin))))
             if group is followed:
-                seen.update(group)
+                seen.update(_apart(group))
             for parameter, into in zip(followed["params"], group["params"], strict=True):
                 for key, value in self._twin.state.get(self._stand_ins.get(id(parameter)), {}).items():
                     if not isinstance(value, torch.Tensor) or not value.dim():
@@ -135,7 +141,14 @@ class HostScalars:
 
 def _differs(value: Any, before: Any) -> bool:
     """Whether a setting of a group has changed; tensors may have been written."""
-    return isinstance(value, torch.Tensor) or (value is not before and value != before)
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return not torch.equal(value.cpu(), before.cpu())
+    return value is not before and (isinstance(value, torch.Tensor) or value != before)
+
+
+def _apart(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a group, with copies of tensors among them."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
 
 
 def _unlimited(value: torch.Tensor) -> bool:

@@ -188,3 +188,44 @@ def test_a_twin_of_a_class_with_arguments_has_the_state_of_each_parameter():
     with pytest.warns(UserWarning, match="Own cannot be made of parameters alone .*missing 1 required.*'needed'"):
         twin = small_twin(optimizer, fresh=True)
     assert {p.dim(): state["sum"].dim() for p, state in twin.state.items()} == {1: 1, 2: 2}
+
+
+class GroupCounts(torch.optim.Optimizer):
+    """Counts steps in a tensor of its group, as timm's LAMB does, and keeps sums per row of large matrices alone."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            if "step" not in group:
+                group["step"] = torch.tensor(0.0)
+            group["step"].add_(1)
+            scale = group["lr"] / (1 - 0.9 ** group["step"].item())
+            for p in group["params"]:
+                by_rows = p.dim() == 2 and min(p.shape) > 1
+                if "rows" not in self.state[p]:
+                    self.state[p]["rows"] = torch.zeros_like(p[:, 0]) if by_rows else None
+                assert (self.state[p]["rows"] is not None) == by_rows
+                if by_rows:
+                    self.state[p]["rows"].add_(p.grad.square().mean(1))
+                p.add_(p.grad, alpha=-scale)
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+def test_counts_in_groups_are_followed_and_left_alone(begun):
+    model = net()
+    optimizer = GroupCounts(model.parameters())
+    for _ in range(begun):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    captured = program(lambda parameters: GroupCounts(parameters))
+    followed = HostScalars(captured, optimizer, optimizer_scalars(build_graph(captured)))
+    found = [followed.next_step() for _ in range(3)]
+    for number, values in enumerate(found, begun + 1):
+        scale = 0.1 / (1 - 0.9**number)
+        assert any(abs(abs(float(value)) - scale) < 1e-6 for value in values.values() if not value.dim())
+    assert [group.get("step", 0) for group in optimizer.param_groups] == [begun]
+    followed.restore(optimizer)
+    assert optimizer.param_groups[0]["step"] == begun + 3
