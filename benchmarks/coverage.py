@@ -187,13 +187,17 @@ def split_share(plan: Any) -> float:
 def alone(name: str, row: dict[str, Any], folder: Path) -> None:
     """Train the entry through torch_xla alone on one device; write `alone.json`."""
     from autoshard.frontends.switches.autocast import autocast_on
+    from autoshard.plans.json_format import load
     from autoshard.verify import run_worker
 
     with autocast_on():
         source = builders()[name]()
     (folder / "alone.json").write_text(json.dumps({"error": "crashed"}))
     try:
-        ran = run_worker.alone(source, STEPS, folder / "numbers.pt", row.get("tolerance", run_worker.TOLERANCE))
+        saved = folder / "plan.json"
+        reads = load(saved).program.reads if saved.exists() else ()
+        tolerance = row.get("tolerance", run_worker.TOLERANCE)
+        ran = run_worker.alone(source, STEPS, folder / "numbers.pt", tolerance, reads)
         found: dict[str, Any] = {"losses": [str(loss) for loss in ran["losses"]]}
         if "gradients" in ran:
             found["differences"], found["where"] = judged(ran, row.get("optimizer"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -51,11 +52,15 @@ def with_weights(model: torch.nn.Module) -> torch.nn.Module:
     return made
 
 
-def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
+def random_batch(source: Source, model: torch.nn.Module, step: int, reads: Sized = ()) -> Any:
     """Random inputs of the sample's types: normal floats, tokens below the vocabulary; masks as they are, or ones.
 
     Integers of a sample with values keep their range: each batch shuffles them; so do floats of which none is negative
     (probabilities, counts, pixels). Tensors that are one object in the sample are one here.
+
+    Args:
+        reads: values that the program read on the host; where there are any, integers are the sample's: others may
+            make another program (edges of a graph).
     """
     generator = torch.Generator().manual_seed(BATCH_SEED + 1 + step)
     leaves, spec = tree_flatten_with_path(source.inputs)
@@ -63,7 +68,9 @@ def random_batch(source: Source, model: torch.nn.Module, step: int) -> Any:
     made: dict[int, torch.Tensor] = {}
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-            made[id(leaf)] = _random_like(leaf, _leaf_name(path), model, images, generator)
+            held = len(reads) and not leaf.is_meta and not leaf.is_floating_point() and not leaf.is_complex()
+            drawn = _random_like(leaf, _leaf_name(path), model, images, generator)
+            made[id(leaf)] = leaf.detach().cpu().clone() if held else drawn
     return torch.utils._pytree.tree_unflatten(
         [made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves], spec
     )

@@ -84,7 +84,7 @@ def of_captured(
     """
     found = Said()
     for warm in (0,) if optimizer is None else (1, int(STEADY_STEP)):
-        more = [random_batch(source, model, number) for number in range(len(batches), warm + 1)]
+        more = [random_batch(source, model, number, program.reads) for number in range(len(batches), warm + 1)]
         try:
             made = EagerSteps(source, [*batches, *more][: warm + 1], warm, model, warm).of_program(program)
         except LoweringError as error:

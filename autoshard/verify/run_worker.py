@@ -8,7 +8,7 @@ import json
 import math
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def compare(
     torch_xla.device()  # autograd counts the kinds of devices when it first runs: on the reference
     model = with_weights(source.model)
     reference, kept = copy.deepcopy(model), copy.deepcopy(model)
-    batches = [random_batch(source, model, step) for step in range(steps)]
+    batches = [random_batch(source, model, step, plan.program.reads) for step in range(steps)]
     random = random_op(plan.program.ops) is not None
     if random:  # PyTorch's kernels draw other numbers than XLA's do
         with switches.active(plan.program.switches, reference):
@@ -176,7 +176,9 @@ def _exact(model: torch.nn.Module, source: Source, batches: list[Any]) -> _Run |
         torch.set_default_dtype(torch.float32)
 
 
-def alone(source: Source, steps: int, kept: Path | None = None, tolerance: float = TOLERANCE) -> dict[str, Any]:
+def alone(
+    source: Source, steps: int, kept: Path | None = None, tolerance: float = TOLERANCE, reads: Sized = ()
+) -> dict[str, Any]:
     """The same steps through torch_xla on one device without a plan: whether it can train the model.
 
     Returns:
@@ -185,7 +187,7 @@ def alone(source: Source, steps: int, kept: Path | None = None, tolerance: float
     prepare_runtime(1)
     model = with_weights(source.model)
     begun = copy.deepcopy(model)
-    batches = [random_batch(source, model, step) for step in range(steps)]
+    batches = [random_batch(source, model, step, reads) for step in range(steps)]
     run = _Run(model, source).steps(batches, _to_device, None)
     if kept is None or not kept.exists():
         return {"losses": run.losses}

@@ -286,6 +286,16 @@ def test_batches_are_new_each_step_and_the_same_each_time():
     assert bool(first["attention_mask"].all())
 
 
+def test_integers_are_the_samples_where_the_program_has_read_values():
+    """Other edges of a graph are another number of self-loops, and another program."""
+    edges = torch.arange(12).reshape(2, 6)
+    source = Source(torch.nn.Linear(4, 1), (torch.randn(4, 4), edges))
+    values, same = run_worker.random_batch(source, source.model, 1, ("a read",))
+    assert same.equal(edges)
+    assert not values.equal(source.inputs[0])
+    assert not run_worker.random_batch(source, source.model, 1)[1].equal(edges)
+
+
 def test_floats_that_are_never_negative_stay_so():
     """Targets of a binary cross entropy had been drawn from a normal distribution, which it refuses."""
     model = torch.nn.Linear(4, 1)
