@@ -116,3 +116,18 @@ def test_rows_are_counted_beyond_what_bf16_counts(frontend):
     )
     counts = [op.results[0] for op in graph.ops if op.kind == "scatter" and op.results[0].shape == (4,)]
     assert [each.dtype for each in counts] == ["f32"]
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_norms_are_differentiated_inside_functions(frontend):
+    """As titans_pytorch's memories are, which are weights that learn in the forward pass."""
+
+    class Learns(nn.Linear):
+        def forward(self, x):
+            def loss(weight):
+                y = nn.functional.layer_norm(x @ weight, (8,), x[0], x[1])
+                return nn.functional.group_norm(y[None, :, :, None], 2).square().sum()
+
+            return x @ torch.func.grad(loss)(self.weight)
+
+    assert autoshard.capture(Learns(8, 8), torch.randn(4, 8), loss_fn=torch.sum, frontend=frontend).ops

@@ -297,6 +297,22 @@ CASES: dict[str, Case] = {
     ),
     "averages of windows beyond the image": (lambda i: F.avg_pool2d(i, 1280, ceil_mode=True).mul(i), (image,)),
     "averages of most of the image": (lambda i: F.avg_pool2d(i, (5, 4), 2, 2, ceil_mode=True), (image,)),
+    "no elements in place of none": (
+        lambda x: x.masked_scatter(torch.zeros_like(x[..., :1]) > 0, x[:0].reshape(-1)).mul(x), (x,),
+    ),
+    "inverse of a spectrogram by keyword": (
+        lambda x: torch.istft(
+            input=torch.stft(x.flatten(1), 8, return_complex=True, window=torch.ones(8, device=x.device)),
+            n_fft=8, window=torch.ones(8, device=x.device),
+        ),
+        (x,),
+    ),
+    "factories that write into a tensor": (
+        lambda x: x
+        * torch.arange(x.shape[-1], out=torch.empty_like(x[0, 0]))
+        * torch.eye(x.shape[-1], out=torch.empty(x.shape[-1], x.shape[-1], device=x.device)).sum(),
+        (x,),
+    ),
     "averages over padding": (lambda x: F.avg_pool1d(x, 3, 2, 1, ceil_mode=True), (x,)),
     "sums with a ceiling": (lambda i: F.avg_pool2d(i, 2, ceil_mode=True, divisor_override=3), (image,)),
     "largest of dilated windows": (lambda x: F.max_pool1d(x, 3, dilation=2), (x,)),
@@ -457,6 +473,11 @@ DECOMPOSED: dict[str, Case] = {
     "Fourier to an odd size": (lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) ** 2, n=S, dim=1), (x,)),
     "Fourier of two dims": (lambda x: torch.fft.fft2(x).real + torch.fft.ifft2(x).imag, (x,)),
     "Fourier of two dims, half": (lambda x: torch.fft.irfft2(torch.fft.rfft2(x), s=(S, D)), (x,)),
+    "pairs of numbers transposed": (lambda x: torch.view_as_real(torch.fft.fft(x)).permute(3, 0, 2, 1), (x,)),
+    "transposed into complex numbers": (
+        lambda x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, -1)).mT.contiguous()) * 2),
+        (x,),
+    ),
     "turned by angles": (
         lambda x: torch.view_as_real(
             torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(x[..., :4].exp(), x[..., 4:])

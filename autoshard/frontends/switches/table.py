@@ -19,7 +19,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative, `F.rrelu` as a choice | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
 | `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `scatter_reduce` and `index_reduce` of means, or without what was there; `gather` at 32-bit indices | torch_xla would look for the true ones, and has no lowering of the reductions; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
-| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` and `torch.pdist`, `torch.histc` between bounds, matrix exponentials, products of reflections, inverse Fourier transforms to real numbers, lengths and angles of complex numbers | torch_xla has no lowering of them, or of their gradients; two look at values |
+| `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` and `torch.pdist`, `torch.histc` between bounds, matrix exponentials, products of reflections, inverse Fourier transforms to real numbers, lengths and angles of complex numbers, factories that write into `out` | torch_xla has no lowering of them, or of their gradients; two look at values |
 | `pools` | adaptive pools whose windows differ, maxima of dilated windows, averages with a ceiling | torch_xla has no lowering |
 | `checkpoint` | `torch.utils.checkpoint` of both kinds | torch's has no module for XLA devices and no barrier, without which XLA keeps what it is to compute again |
 | `remat:…` | the model's own checkpoints, by those of the blocks that it names (`remat.py`) | `plan(remat=…)` chooses what is recomputed |
@@ -400,6 +400,16 @@ def _absolute(input: torch.Tensor, **kwargs: Any) -> Any:
     return fourier.absolute(input) if input.is_complex() and not kwargs else UNTOUCHED
 
 
+def _written_into(factory: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """A factory that writes into `out`, which functionalization does not know; as a copy."""
+    if out is None:
+        return UNTOUCHED
+    made = factory(*args, **{"dtype": out.dtype, "device": out.device} | kwargs)
+    return out.copy_(made) if made.shape == out.shape else UNTOUCHED
+
+
+for _factory in (torch.eye, torch.arange, torch.full, torch.zeros, torch.ones, torch.linspace, torch.logspace):
+    replaces("losses", _factory)(partial(_written_into, _factory))
 for _rank, _mean in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), 1):
     replaces("pools", _mean)(partial(pools.adaptive_average, rank=_rank))
 for _rank, _largest in enumerate((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), 1):

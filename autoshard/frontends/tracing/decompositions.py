@@ -18,7 +18,8 @@ from autoshard.frontends.tracing.device import current
 _DECOMPOSED_OPS = """
 _upsample_nearest_exact1d _upsample_nearest_exact3d aminmax bucketize.Scalar bucketize.Tensor channel_shuffle col2im
 fmax fmin glu_backward heaviside huber_loss im2col isin.Scalar_Tensor
-isin.Tensor_Scalar isin.Tensor_Tensor linalg_cross logaddexp logaddexp2 logit_backward nansum renorm sinc
+isin.Tensor_Scalar isin.Tensor_Tensor linalg_cross logaddexp logaddexp2 logit_backward nansum
+native_group_norm_backward native_layer_norm_backward renorm sinc
 special_entr special_log_ndtr special_xlog1py tril_indices triu_indices unfold_backward
 upsample_linear1d upsample_nearest1d upsample_nearest3d vdot
 """.split()  # noqa: SIM905

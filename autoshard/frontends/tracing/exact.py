@@ -83,17 +83,20 @@ def masked_write(x: torch.Tensor, index: Any, value: Any) -> Any:
     return x
 
 
-def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
-    """`source`'s elements in place of those of `x` where a mask is true, in order; by rows for a mask of rows.
+def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
+    """`source`'s elements in place of those of `input` where a mask is true, in order; by rows for a mask of rows.
 
     A false one gathers some element of `source`, which is not chosen. torch_xla's op has a shape that depends on data.
 
     Args:
-        mask: broadcasts to `x`; one of rows was expanded along the last dim.
-        source: of the dtype of `x`, with at least as many elements as the mask has true ones.
+        mask: broadcasts to `input`; one of rows was expanded along the last dim.
+        source: of the dtype of `input`, with at least as many elements as the mask has true ones.
     """
-    if mask.dtype != torch.bool or x.dtype != source.dtype or not x.numel() or not source.numel():
+    x = input
+    if mask.dtype != torch.bool or x.dtype != source.dtype or not x.numel():
         return NotImplemented
+    if not source.numel():  # nothing is true
+        return x.expand(torch.broadcast_shapes(x.shape, mask.shape)).clone()
     of_rows = getattr(mask, EXPANDED, mask)
     width = x.shape[-1] if of_rows is not mask and source.numel() % x.shape[-1] == 0 else 1
     chosen = of_rows.expand(*x.shape[:-1], 1) if width > 1 else mask.expand(x.shape)

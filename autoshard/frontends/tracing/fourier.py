@@ -97,14 +97,14 @@ def absolute(x: torch.Tensor) -> torch.Tensor:
     return torch.where(zero, torch.zeros_like(square), torch.where(zero, torch.ones_like(square), square).sqrt())
 
 
-def angle(x: torch.Tensor) -> torch.Tensor:
+def angle(input: torch.Tensor) -> torch.Tensor:
     """`torch.angle`."""
-    real, imaginary = _parts(x) if x.is_complex() else (x, torch.zeros_like(x))
+    real, imaginary = _parts(input) if input.is_complex() else (input, torch.zeros_like(input))
     return torch.atan2(imaginary, real)
 
 
 def inverse_stft(  # noqa: PLR0913  (as torch.istft)
-    x: torch.Tensor,
+    input: torch.Tensor,
     n_fft: int,
     hop_length: int | None = None,
     win_length: int | None = None,
@@ -118,9 +118,10 @@ def inverse_stft(  # noqa: PLR0913  (as torch.istft)
     """`torch.istft`, which looks at whether windows cover every sample; where none does, the result is not finite.
 
     Args:
-        x: [..., frequencies, frames].
+        input: [..., frequencies, frames].
     """
-    hop, width, frames = hop_length or n_fft // 4, win_length or n_fft, x.transpose(-2, -1)
+    x, hop, width = input, hop_length or n_fft // 4, win_length or n_fft
+    frames = x.transpose(-2, -1)
     real = x.real.dtype
     window = torch.ones(width, dtype=real, device=x.device) if window is None else window
     left = (n_fft - width) // 2

@@ -225,14 +225,18 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """(name, value) of the group settings that a step changed, such as step counts."""
+    """(name, value) of the group settings that a step changed, such as step counts; a count that is a tensor always."""
     return [
         (key, value)
         for key, value in after.items()
         if key != "params"
-        and not _tensors(value)
+        and (_counts(key, value) or not _tensors(value))
         and (key not in before or _tensors(before[key]) or before[key] != value)
     ]
+
+
+def _counts(key: str, value: Any) -> bool:
+    return key == "step" and isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu"
 
 
 def _tensors(value: Any) -> bool:

@@ -77,6 +77,11 @@ TAKES_ONE_RESULT = frozenset(
 """Ops on which torch_xla crashes for an index that is one of several results of its node (`topk`'s positions): it asks
 the
 node for its shape, a tuple. They get a view of it."""
+OF_PAIRS = "aten.view_as_real_copy.default"
+TURNS = frozenset({"aten.permute_copy.default", "aten.transpose_copy.int", "aten.t_copy.default"})
+"""Ops that end the process where they read `OF_PAIRS` directly: torch_xla gives that a layout of one dim less. They get
+a view of it.
+"""
 UNDECLARED_WRITES = {"aten.native_batch_norm.default": ("running_mean", "running_var")}
 
 
@@ -135,6 +140,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self._accumulated: set[int] = set()
         self._views: dict[str, _Made] = {}
         self._of_several: set[int] = set()
+        self._of_pairs: set[int] = set()
         self._threads: list[Any] = []
         self._inside = 0
         self.indexing = ""
@@ -147,6 +153,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         self._accumulated.clear()
         self._views.clear()
         self._of_several.clear()
+        self._of_pairs.clear()
         # A loop may clear gradients before or after it begins the step in which autograd accumulates into them.
         self._cleared_before, self._cleared = self._cleared, set()
         self.next_index = 0
@@ -231,7 +238,10 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
                 result = indexed(*args, **kwargs)
             self.indexing = ""
             return result
-        if kind.takes_one_result and any(self.is_of_several(t) for t in tensors):
+        takes_view = (kind.takes_one_result and any(self.is_of_several(t) for t in tensors)) or (
+            kind.turns and self._of_pairs and any(self._is_of_pairs(t) for t in tensors)
+        )
+        if takes_view:
             with self._once_more():
                 return func(*tree_map(self._viewed, args), **tree_map(self._viewed, dict(kwargs)))
         if self._inside and (functional := functional_form(func)) is not None:
@@ -266,6 +276,8 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         outputs = outputs_of(call, result)
         if len(outputs) > 1 or (self._of_several and self._passes_on(call, outputs)):
             self._of_several.add(call.index)
+        if call.name == OF_PAIRS:
+            self._of_pairs.add(call.index)
         self.after(call, outputs)
         self.made(call, outputs)
         if view is not None:
@@ -295,9 +307,13 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         made = self.producer(tensor)
         return isinstance(made, tuple) and made[0] in self._of_several
 
+    def _is_of_pairs(self, tensor: torch.Tensor) -> bool:
+        made = self.producer(tensor)
+        return isinstance(made, tuple) and made[0] in self._of_pairs
+
     def _viewed(self, leaf: Any) -> Any:
-        """A view of a tensor that may be one of several results, so that it has a node of its own."""
-        if not isinstance(leaf, torch.Tensor) or not self.is_of_several(leaf):
+        """A view of a tensor that may be one of several results, or of pairs, so that it has a node of its own."""
+        if not isinstance(leaf, torch.Tensor) or not (self.is_of_several(leaf) or self._is_of_pairs(leaf)):
             return leaf
         return torch.ops.aten.view_copy.default(leaf, list(leaf.shape))
 
@@ -441,7 +457,7 @@ class _Kind(NamedTuple):
         uncounted: whether it is never counted (module docstring; clearing apart).
         transfers: whether it is counted only if all tensors are on one device.
         views: whether it makes a view.
-        takes_one_result: whether it is one of `TAKES_ONE_RESULT`.
+        takes_one_result, turns: whether it is one of `TAKES_ONE_RESULT`, of `TURNS`.
         draws: whether it draws random numbers.
     """
 
@@ -455,6 +471,7 @@ class _Kind(NamedTuple):
     transfers: bool
     views: bool
     takes_one_result: bool
+    turns: bool
     draws: bool
 
 
@@ -479,6 +496,7 @@ def _kind(func: Any) -> _Kind:
             transfers=name in COPY_OPS,
             views=torch.Tag.view_copy in func.tags or name in _VIEWS,
             takes_one_result=name in TAKES_ONE_RESULT,
+            turns=name in TURNS,
             draws=torch.Tag.nondeterministic_seeded in func.tags,
         )
     return found
