@@ -599,6 +599,8 @@ class _Lowering:
         """The array after these collectives and, if needed, a dynamic-slice to `tiling`."""
         end = self._size(value, tiling)
         dtype = self.graph.type_of(value).dtype
+        if collectives and self._exchanges_halos(op, collectives, end):
+            return self._with_halos(value, source, collectives, tiling, op)
         now = source
         for i, collective in enumerate(collectives):
             last = i == len(collectives) - 1
@@ -626,6 +628,23 @@ class _Lowering:
             self._step(SLICE, op, (now,), (array,))
             now = array
         return now
+
+    def _exchanges_halos(self, op: int, collectives: Sequence[Collective], end: int) -> bool:
+        """Whether neighbours send parts of an array of `end` bytes; a windowed einsum sends it whole, in turns."""
+        if self.graph.ops[op].kind == "dot_general":
+            return False
+        return all(one.kind == "collective-permute" and one.count == 1 and 2 * one.bytes < end for one in collectives)
+
+    def _with_halos(self, value: Value, source: int, permutes: Sequence[Collective], tiling: Tiling, op: int) -> int:
+        """An array with what neighbours send of theirs around it."""
+        halos = []
+        for permute in permutes:
+            self.arrays.append(Array(None, self.graph.type_of(value).dtype, permute.bytes, -1))
+            halos.append(len(self.arrays) - 1)
+            self._step(permute.kind, op, (source,), (halos[-1],), collective=permute)
+        array = self._array(value, -1, tiling)
+        self._step("concatenate", op, (source, *halos), (array,))
+        return array
 
     def _rounded(self, source: int, collective: Collective, op: int) -> int:
         """The operand of an all-gather: a bf16 copy of an argument if half of its bytes are gathered."""

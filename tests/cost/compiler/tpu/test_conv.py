@@ -282,3 +282,22 @@ def test_a_ring_of_a_kernel_with_a_layout_of_its_own_has_a_turn_per_shard():
     longest = sorted((seconds for _, seconds in found.kernel_s), reverse=True)
     work = 2 * 16 * 32 * 32 * 1280 * 1280 * 9 / MESH.size / load_device("tpu-v5e").peak_flops("bf16")
     assert longest[0] < 4 * work
+
+
+@pytest.mark.parametrize("device", ["tpu-v5e", "h100", "cpu"])
+def test_a_convolution_reads_images_and_what_neighbours_send_of_theirs(device: str) -> None:
+    written = Written()
+    images = written.argument((8, 32, 64, 64))
+    written.convolution("forward", images, written.argument((64, 32, 3, 3)), 3)
+    graph, _ = written.graph()
+    pins = {Value(graph.arguments[0]): ((), (), ("model",), ()), Value(graph.arguments[1]): ((),) * 4}
+    program = predict(graph, Annotations(pins), Mesh((2, 4), AXES, device=device)).compiled.program
+    convolution = next(step for step in program.steps if step.kind == "convolution")
+    joined = next(step for step in program.steps if step.writes[0] == convolution.reads[0])
+    while joined.kind in ("copy", "convert", "transpose"):
+        joined = next(step for step in program.steps if step.writes[0] == joined.reads[0])
+    assert joined.kind == "concatenate"
+    held = [program.arrays[array] for array in joined.reads]
+    assert held[0].elements == 8 * 32 * 16 * 64
+    assert {program.steps[array.maker].kind for array in held[1:]} == {"collective-permute"}
+    assert program.arrays[joined.writes[0]].elements == held[0].elements
