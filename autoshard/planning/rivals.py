@@ -29,15 +29,15 @@ from autoshard.strategies.formulate import annotatable
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
 PREDICTED_OPS = 30_000
-"""Most predictions of plans by hand, times ops of the program: they take two or three seconds."""
+"""Most predictions of plans by hand that are no faster, times ops of the program: they take two or three seconds."""
 _DOUBTED_OPS = 50_000
 """As many where the prices of kernels were far off: a choice by such prices says little."""
 _FAR_OFF = 1.25
 """From this factor on, either way, prices of kernels are far off."""
 _TIED = 0.02
 """A plan by hand so little slower than such a choice is taken: of errors, a choice has those that favour it."""
-_OF_IMAGES = "spatial"
-"""The plan by hand that splits images, which the estimate that ranks plans does not see."""
+_FIRST = ("spatial", "dp")
+"""Plans by hand that are predicted before others of such a choice: the estimate that ranks plans sees no kernels."""
 FITTED = 3
 """Most plans by hand that are predicted where no other plan fits."""
 _SURE = 0.05
@@ -123,13 +123,12 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     best = found
     wanted = list(_wanted(graph, mesh, hints, found.memory))
     if doubted:
-        wanted.sort(key=lambda each: each[0] != _OF_IMAGES)
+        wanted.sort(key=lambda each: _FIRST.index(each[0]) if each[0] in _FIRST else len(_FIRST))
     for name, unsafe in wanted:
         fewer = best is found and len(unsafe.pins) < len(found.annotations.pins)
         same = fewer and _arguments(graph, unsafe) == _arguments(graph, found.annotations)
         if (count <= 0 and not same) or (made := _safe(graph, unsafe, mesh)) is None:
             continue
-        count -= 1
         solver = replace(found.solver, overruled=name)
         rival = replace(found, mesh=mesh, annotations=made, prediction=predict(graph, made, mesh), solver=solver)
         rival = replace(rival, slop=None).written(graph, options)
@@ -139,7 +138,9 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
             best = scheduled
         elif _faster(scheduled, best, margin):
             pinned = _pinned(rival, graph, options).rescheduled()
-            best = pinned if _faster(pinned, best, margin) else best
+            if _faster(pinned, best, margin):  # where one is, others may be
+                best, count = pinned, count + 1
+        count -= 1
     return best
 
 
