@@ -84,21 +84,17 @@ def plan(
         remat: what the backward pass recomputes: `as-is`, what checkpoints say; `none`; `full`, each of equal blocks;
             `products`, these but for products and attentions; `auto`: chosen by block (`remat.py`).
         micro_batches: forward and backward passes of a step, each on inputs like the samples, before one update.
-        clip_grad_norm: the step clips gradients to this norm before the update, as `torch.nn.utils.clip_grad_norm_` of
-            the model's parameters does.
+        clip_grad_norm: norm that gradients are clipped to before the update (`torch.nn.utils.clip_grad_norm_`).
         hints: name of a parameter, buffer, input or optimizer state -> the sharding it must have; or of a value inside
             the program: a module's path (its output), `op12` or `op12.1` (outputs of aten op 12).
-        keep: which hints, including annotations on the model's and inputs' tensors (`mark_sharding`), constrain the
-            plan: `all`; `io`, none inside the program; `none`.
-        time_limit: of the solver, in CPU seconds; each of several mesh shapes gets a quarter, and the best is solved
-            again. An interrupt ends it with the incumbent, if there is one.
+        keep: which hints, `mark_sharding` on tensors too, constrain it: `all`; `io`, none inside the program; `none`.
+        time_limit: of the solver, in CPU seconds; each of several mesh shapes gets a quarter, the best is solved again.
         seed, fold, backend: of the solver, `backend` of its integer programs; `fold` has no effect.
         frontend: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
         annotations: `all` pins every output of every aten op; `least` only those that propagation would not choose.
-        refine: a target such as `tpu-v5e:2x4` or `h100:8`, whose devices need not be present: the best few candidates,
-            plans by hand among them, are compiled for it, and the best compiled one becomes the plan (`refine.py`).
-        confirm: `auto`: where the predicted peak is above 80 % of `memory`, the target's compiler is asked; `always`.
-            A plan that does not fit as compiled is not returned (`confirm.py`); `plan.confirmed` says what came of it.
+        refine: a target (`tpu-v5e:2x4`, `h100:8`; no such device is needed): the best few candidates are compiled for
+            it, plans by hand among them, and the best compiled one becomes the plan (`refine.py`).
+        confirm: `auto`, `always`: the target's compiler says whether the plan fits (`confirm.py`, `plan.confirmed`).
         dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: compressed).
         progress: called with the name of each stage as it begins.
 
@@ -112,11 +108,11 @@ def plan(
     wanted |= {"time_limit": time_limit, "seed": seed, "backend": backend, "dump_problem": dump_problem}
     wanted |= {"refine": refine, "confirm": confirm, "progress": progress}
     asked = PlanningOptions(**wanted)  # type: ignore[arg-type]
+    of_step: Any = {"micro_batches": micro_batches, "clip_grad_norm": clip_grad_norm}
 
     def captured(remat: Remat | None) -> Program:
-        given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend}
-        given |= {"micro_batches": micro_batches, "clip_grad_norm": clip_grad_norm}
-        return capture(model, sample_inputs, **given, device=meshes[0].device, remat=remat)
+        given: Any = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend, "remat": remat}
+        return capture(model, sample_inputs, **given, **of_step, device=meshes[0].device)
 
     with collector_paused():
         from autoshard.planning.road import plan_model
