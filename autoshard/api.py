@@ -92,9 +92,9 @@ def plan(
         seed, fold, backend: of the solver, `backend` of its integer programs; `fold` has no effect.
         frontend: `torch_xla`, `torchax` (torch 2.9 or later), or `auto`, the first that is installed.
         annotations: `all` pins every output of every aten op; `least` only those that propagation would not choose.
-        refine: a target (`tpu-v5e:2x4`, `h100:8`; no such device is needed): the best few candidates are compiled for
-            it, plans by hand among them, and the best compiled one becomes the plan (`refine.py`).
-        confirm: `auto`, `always`: the target's compiler says whether the plan fits (`confirm.py`, `plan.confirmed`).
+        refine: a target (`h100:8`, none of which is needed): the best few candidates are compiled, the best one taken.
+        confirm: whether the target's compiler has to say that the plan fits (`confirm.py`); `auto`: where the predicted
+            peak is above 80 % of `memory`.
         dump_problem: write the strategy-selection problem of the plan to this file, as IOPDDL JSON (`.gz`: compressed).
         progress: called with the name of each stage as it begins.
 
@@ -108,11 +108,11 @@ def plan(
     wanted |= {"time_limit": time_limit, "seed": seed, "backend": backend, "dump_problem": dump_problem}
     wanted |= {"refine": refine, "confirm": confirm, "progress": progress}
     asked = PlanningOptions(**wanted)  # type: ignore[arg-type]
-    of_step: Any = {"micro_batches": micro_batches, "clip_grad_norm": clip_grad_norm}
 
     def captured(remat: Remat | None) -> Program:
         given: Any = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "frontend": frontend, "remat": remat}
-        return capture(model, sample_inputs, **given, **of_step, device=meshes[0].device)
+        given |= {"micro_batches": micro_batches, "clip_grad_norm": clip_grad_norm}
+        return capture(model, sample_inputs, **given, device=meshes[0].device)
 
     with collector_paused():
         from autoshard.planning.road import plan_model

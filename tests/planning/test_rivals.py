@@ -133,6 +133,27 @@ def test_where_kernels_were_priced_far_off_splitting_images_is_tried_first(price
     assert (asked[:1] == ["spatial"]) == known
 
 
+@pytest.mark.parametrize(("faster", "count"), [((), 1), (("spatial",), 2), (("spatial", "dp"), 3)], ids=str)
+def test_each_faster_plan_by_hand_leaves_room_for_one_more(faster, count, monkeypatch):
+    """FCN-ResNet-50 on v5e was ZeRO-1's 17.8 ms: data parallelism, 14.3, was fifth in line and not predicted."""
+    layers = torch.nn.Sequential(*(torch.nn.Conv2d(64, 64, 3, padding=1) for _ in range(3)), torch.nn.Flatten(1))
+    images = build_graph(autoshard.capture(layers, torch.zeros(8, 64, 64, 64), loss_fn=torch.sum))
+    monkeypatch.setattr(rivals, "_DOUBTED_OPS", len(images.ops))
+    asked = []
+
+    def first_time(rival, *_):
+        asked.append(rival.solver.overruled)
+        return rival.solver.overruled in faster
+
+    monkeypatch.setattr(rivals, "_faster", first_time)
+    before = replace(chosen(images, "fsdp"), prices=(1.5, 1.0))
+    found = or_by_hand(replace(before, solver=replace(SOLVER, objective=before.time)), images)
+    predicted = list(dict.fromkeys(asked))
+    assert predicted[:2] == ["spatial", "dp"][:count]
+    assert len(predicted) == count
+    assert found.solver.overruled == (faster[-1] if faster else SOLVER.overruled)
+
+
 @pytest.mark.parametrize(("prices", "taken"), [((1.0, 1.0), False), ((1.5, 1.0), True)])
 def test_a_tie_goes_to_the_plan_by_hand_where_kernels_were_priced_far_off(prices, taken, graph, monkeypatch):
     """A denoiser on TPU v5e was predicted 2.508 ms, and 2.516 by hand; libtpu estimates 3.05 and 2.21."""

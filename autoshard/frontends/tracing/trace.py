@@ -760,10 +760,13 @@ class Labels(AtenSequence, ABC):
             tensors = tensors_in((args, kwargs))
             if name_of(func) in CLEARS:
                 self.values.from_host(result, torch.zeros(result.shape, dtype=result.dtype))
-            elif tensors and all(is_xla(t) and tensor_id(t) in self.values.host for t in tensors):
+            elif not func._schema.is_mutable and tensors and all(map(self._is_of_host, tensors)):
                 made = func(*on_cpu(args, self._of_host), **on_cpu(dict(kwargs), self._of_host))
                 self.values.from_host(result, made)
         return result
+
+    def _is_of_host(self, tensor: torch.Tensor) -> bool:
+        return is_xla(tensor) and tensor_id(tensor) in self.values.host
 
     def _of_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.values.host[tensor_id(tensor)]

@@ -10,9 +10,6 @@ import math
 
 from autoshard.cost.compiler.lowered import Lowered, Step
 
-ALLOCATED = "allocate"
-"""The kind of a kernel that allocates a loop's buffer."""
-
 
 def ring(program: Lowered, step: Step) -> Step | None:
     """The permute of a convolution's kernel if it is a windowed einsum; else None."""

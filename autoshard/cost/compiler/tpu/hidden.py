@@ -16,9 +16,9 @@ from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.latency import LOOP, Rules, overlapped
 from autoshard.cost.compiler.lowered import COLLECTIVES, Array, Lowered
 from autoshard.cost.compiler.schedule import Dependencies, Reads
-from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED, ring
+from autoshard.cost.compiler.tpu.conv_loops import ring
 from autoshard.cost.compiler.tpu.loops import goes_round, is_loop
-from autoshard.cost.compiler.tpu.place import SHARE
+from autoshard.cost.compiler.tpu.place import ALLOCATED, SHARE
 from autoshard.cost.machine.device import Device
 from autoshard.cost.machine.figures import figure, table, whole
 from autoshard.graph.groups import BARRIER, ELEMENTWISE

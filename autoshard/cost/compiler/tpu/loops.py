@@ -19,8 +19,7 @@ from dataclasses import replace
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import Array, Lowered, Step
 from autoshard.cost.compiler.rewrite import Rewriter
-from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
-from autoshard.cost.compiler.tpu.place import multiplies_matrices
+from autoshard.cost.compiler.tpu.place import ALLOCATED, multiplies_matrices
 from autoshard.cost.machine.compute import CONTRACTIONS
 from autoshard.cost.machine.figures import whole
 from autoshard.graph.contraction import dot_dims

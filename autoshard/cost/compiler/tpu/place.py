@@ -15,7 +15,6 @@ from autoshard.cost.compiler.backend import Placement
 from autoshard.cost.compiler.kernels import Kernel
 from autoshard.cost.compiler.lowered import ATTENTION, COLLECTIVES, SLICE, Array, Lowered, Step, updates_of
 from autoshard.cost.compiler.schedule import Liveness
-from autoshard.cost.compiler.tpu.conv_loops import ALLOCATED
 from autoshard.cost.compiler.tpu.gathers import JOINED, joined_bytes
 from autoshard.cost.compiler.tpu.on_chip import Life, off_chip
 from autoshard.cost.compiler.tpu.sparse_copies import COPIED
@@ -39,6 +38,9 @@ BESIDE = whole("gather_beside")
 
 TILE_FLOPS = figure("convolved_tile") * 4 * 2 * 128 * 128
 """FLOP of a core, in four units of 128 x 128, while it works on a tile between convolutions."""
+
+ALLOCATED = "allocate"
+"""The kind of a kernel that allocates the buffer a loop adds up in."""
 
 STILL = COLLECTIVES | {BARRIER, ALLOCATED, COPIED}
 """Kinds whose device memory traffic is not reported: a link is slower, or nothing moves. The compiler's clock and gains
