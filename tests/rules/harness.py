@@ -260,7 +260,7 @@ def _program(bodies: Sequence[Body]) -> Program:
 def _choose(
     graph: Graph, mesh: Mesh, cases: Sequence[Case], owner: Mapping[int, int]
 ) -> tuple[Annotations, tuple[Bytes | None, ...], tuple[str, ...]]:
-    builder = _Builder(graph, mesh, load_device(mesh.device), {}, {}, gathers=True)
+    builder = _Builder(graph, mesh, load_device(mesh.device), {}, {})
     arguments = builder._arguments()
     ways = tuple(builder._groups())
     groups = builder.groups
