@@ -44,12 +44,14 @@ from autoshard.cli.source import (
     JSON,
     PLAN_FILE,
     Asked,
+    Step,
     known_device,
     loaded,
     module,
     print_json,
     traced,
     with_source,
+    with_step,
 )
 from autoshard.errors import AutoshardError, FileError
 from autoshard.show.terminal import say
@@ -58,7 +60,7 @@ from autoshard.version import __version__
 
 if TYPE_CHECKING:
     from autoshard.mesh import Mesh
-    from autoshard.planning.options import OptionKeywords, RematOption
+    from autoshard.planning.options import OptionKeywords
     from autoshard.plans.remat import Remat
     from autoshard.program import Program
 
@@ -193,26 +195,13 @@ def commands() -> None:
     "--placement", metavar="DCN,ICI", help="The link that each axis of --mesh lies on; default: inner ones near."
 )
 @click.option("--memory", metavar="16GB", help="Limit per device, or none; default what runtimes leave.")
-@click.option(
-    "--remat",
-    type=click.Choice(["as-is", "auto", "none", "products", "full"]),
-    default="as-is",
-    show_default=True,
+@with_step(
+    "as-is",
+    "auto",
+    "none",
+    "products",
+    "full",
     help="What the backward pass recomputes of each block; auto: planned with the shardings, so that the step fits.",
-)
-@click.option(
-    "--micro-batches",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    metavar="K",
-    help="Forward and backward passes of a step before one update, each on --batch samples.",
-)
-@click.option(
-    "--clip-grad-norm",
-    type=click.FloatRange(0, min_open=True),
-    metavar="NORM",
-    help="The step clips gradients to this norm before the update (torch.nn.utils.clip_grad_norm_).",
 )
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="Such as 'wte.weight=[model],[]'.")
 @click.option(
@@ -249,7 +238,9 @@ def commands() -> None:
     show_default=True,
     help="Have the target's compiler say whether the plan fits; auto: where it is predicted near the memory limit.",
 )
-@click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
+@click.option(
+    "--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S", help="Of the solver, in CPU seconds."
+)
 @click.option("--seed", type=SEED_RANGE, default=0, show_default=True, help="Of the solver.")
 @click.option(
     "--dump-problem",
@@ -267,9 +258,7 @@ def plan(
     device: str | None,
     placement: str | None,
     memory: str | None,
-    remat: RematOption,
-    micro_batches: int,
-    clip_grad_norm: float | None,
+    step: Step,
     hints: Sequence[str],
     keep: Literal["all", "io", "none"],
     frontend: str,
@@ -309,7 +298,7 @@ def plan(
             "dump_problem": dump_problem,
             "progress": stages.begin,
         }
-        found = _planned(asked, stages, frontend, meshes, (remat, micro_batches, clip_grad_norm), options)
+        found = _planned(asked, stages, frontend, meshes, step, options)
         if output is not None:
             stages.begin("write")
             source = {"source": asked.source, **asked.options.given}
@@ -331,28 +320,25 @@ def _planned(
     stages: Stages,
     frontend: str,
     meshes: Sequence[Mesh],
-    step: tuple[RematOption, int, float | None],
+    step: Step,
     options: OptionKeywords,
 ) -> Plan:
-    """The plan of SOURCE; `step`: what is recomputed, micro-batches, the norm that gradients are clipped to."""
+    """The plan of SOURCE."""
     from autoshard.api import plan_program
     from autoshard.frontends.choose import blocks_of, switches_for
     from autoshard.planning.options import PlanningOptions
     from autoshard.planning.road import plan_model
 
-    remat, micro_batches, clip_grad_norm = step
+    step.check_for(asked.source)
     if is_stablehlo(asked.source):
-        if step != ("as-is", 1, None):
-            option = "--remat" if remat != "as-is" else "--micro-batches" if micro_batches > 1 else "--clip-grad-norm"
-            raise click.ClickException(f"{asked.source} is a whole program already: {option} is for models")
         return plan_program(module(asked, stages), meshes, **options)
     source = loaded(asked, stages)
-    blocks = blocks_of(source.model) if source.train and remat != "as-is" else ()
+    blocks = blocks_of(source.model) if source.train and step.remat != "as-is" else ()
 
     def capture(remat: Remat | None) -> Program:
-        return traced(source, frontend, switches_for(meshes[0].device, remat, micro_batches, clip_grad_norm))
+        return traced(source, frontend, switches_for(meshes[0].device, remat, step.micro_batches, step.clip_grad_norm))
 
-    return Plan.of(plan_model(capture, blocks, remat, meshes, PlanningOptions(**options)))  # type: ignore[arg-type]
+    return Plan.of(plan_model(capture, blocks, step.remat, meshes, PlanningOptions(**options)))  # type: ignore[arg-type]
 
 
 @commands.command()
@@ -441,7 +427,7 @@ def show(plan_file: Path, html: Path | None, as_json: bool) -> None:
 
 @commands.command()
 @click.argument("problem_file", metavar="PROBLEM.JSON[.GZ]", type=click.Path(path_type=Path))
-@click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
+@click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S", help="Reading included.")
 @click.option("--seed", type=SEED_RANGE, default=0, show_default=True, help="Of the solver.")
 @click.option(
     "-o", "--output", metavar="SOLUTION.JSON", type=click.Path(path_type=Path), help="Write the choice there."

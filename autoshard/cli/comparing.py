@@ -11,9 +11,23 @@ from autoshard import files
 from autoshard.api import Plan
 from autoshard.cli.options import SECONDS, pairs, parse_hint, parse_limit
 from autoshard.cli.progress import Stages
-from autoshard.cli.source import JSON, PLAN_FILE, Asked, captured, known_device, print_json, with_source
+from autoshard.cli.source import (
+    JSON,
+    PLAN_FILE,
+    Asked,
+    Step,
+    captured,
+    known_device,
+    loaded,
+    module,
+    print_json,
+    traced,
+    with_source,
+    with_step,
+)
 from autoshard.mesh import Mesh
 from autoshard.show.terminal import say
+from autoshard.sources import is_stablehlo
 
 
 @click.command()
@@ -32,8 +46,11 @@ from autoshard.show.terminal import say
     "--cycles", is_flag=True, help="TPU targets: also libtpu's own estimate of a step; minutes for each plan."
 )
 @click.option("--memory", metavar="16GB", help="Limit per device; default what the device kind has; none: no limit.")
+@with_step("as-is", "none", "products", "full", help="What the backward pass recomputes of each block.")
 @click.option("--hint", "hints", multiple=True, metavar="NAME=SPEC", help="For the automatic plan, as of `plan`.")
-@click.option("--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S")
+@click.option(
+    "--time-limit", type=SECONDS, default=60.0, show_default=True, metavar="S", help="Of the solver, in CPU seconds."
+)
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FIGURE.PNG", help="Draw the figures (png, svg, pdf).")
 @JSON
 def compare(
@@ -46,6 +63,7 @@ def compare(
     target: str | None,
     cycles: bool,
     memory: str | None,
+    step: Step,
     hints: Sequence[str],
     time_limit: float,
     plot: Path | None,
@@ -55,7 +73,6 @@ def compare(
     if device is not None:
         known_device(device)
     from autoshard.comparison import compared as comparison
-    from autoshard.frontends.choose import switches_for
     from autoshard.planning.collector import collector_paused
     from autoshard.planning.options import PlanningOptions
 
@@ -65,6 +82,7 @@ def compare(
         mesh = comparison.comparison_mesh(Mesh.parse(mesh_shape, axes, device or "cpu", placement), device, target)
     if cycles and target is None:
         raise ValueError("--cycles is what a TPU's compiler says of compiled plans: give --target, too")
+    step.check_for(asked.source)
     limit = parse_limit(memory)
     wanted = pairs("the hint", [parse_hint(hint) for hint in hints])
     names, paths = _asked(plans)
@@ -76,7 +94,12 @@ def compare(
 
         plots.check_format(plot)
     with Stages() as stages, collector_paused():
-        program = captured(asked, stages, "auto", switches_for(mesh.device))
+        if is_stablehlo(asked.source):
+            program = module(asked, stages)
+        else:
+            source = loaded(asked, stages)
+            stages.begin("capture")
+            program = traced(source, "auto", step.switches(source, mesh.device))
         found = comparison.compare_program(
             program,
             mesh,
@@ -112,7 +135,9 @@ def _asked(plans: str | None) -> tuple[list[str] | None, list[Path]]:
 @PLAN_FILE
 @with_source(train="Default what the plan is for.")
 @click.argument("tensors", metavar="TENSOR...", nargs=-1, required=True)
-@click.option("--time-limit", type=SECONDS, default=20.0, show_default=True, metavar="S")
+@click.option(
+    "--time-limit", type=SECONDS, default=20.0, show_default=True, metavar="S", help="Of the solver, in CPU seconds."
+)
 @click.option("--html", type=click.Path(path_type=Path), metavar="OUT.HTML", help="Also write the plan's page with it.")
 @JSON
 def explain(

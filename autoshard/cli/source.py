@@ -20,6 +20,7 @@ from autoshard.show.terminal import say
 from autoshard.sources import SourceOptions, is_stablehlo
 
 if TYPE_CHECKING:
+    from autoshard.planning.options import RematOption
     from autoshard.program import Program
     from autoshard.sources import Source
 
@@ -32,6 +33,22 @@ _SOURCE_OPTIONS = (
     click.option("--autocast", is_flag=True, help="The forward pass runs under autocast to bf16."),
     click.option("--checkpoint", is_flag=True, help="Layers are computed again in the backward pass (hf)."),
     click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A field of the configuration (hf)."),
+)
+_STEP_OPTIONS = (
+    click.option(
+        "--micro-batches",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="K",
+        help="Forward and backward passes of a step before one update, each on --batch samples.",
+    ),
+    click.option(
+        "--clip-grad-norm",
+        type=click.FloatRange(0, min_open=True),
+        metavar="NORM",
+        help="The step clips gradients to this norm before the update (torch.nn.utils.clip_grad_norm_).",
+    ),
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Last line of standard output: one JSON object.")
 
@@ -53,6 +70,45 @@ class Asked:
             known = {"batch": batch, "seq": seq, "train": train}
         known = {name: value for name, value in known.items() if name != "source"}
         return replace(self, options=SourceOptions(**known | self.options.given))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step does beside the model's forward and backward pass and the update."""
+
+    remat: RematOption
+    micro_batches: int
+    clip_grad_norm: float | None
+
+    def switches(self, source: Source, device: str | None) -> tuple[str, ...]:
+        """The switches that capture such a step of a model for a kind of device, all blocks treated alike."""
+        from autoshard.frontends.choose import blocks_of, switches_for
+        from autoshard.planning.road import remat_of_all
+
+        remat = remat_of_all(self.remat, blocks_of(source.model) if source.train else ())
+        return switches_for(device, remat, self.micro_batches, self.clip_grad_norm)
+
+    def check_for(self, source: str) -> None:
+        """Refuse options of a model's step where SOURCE is a StableHLO file."""
+        options = {"remat": "as-is", "micro_batches": 1, "clip_grad_norm": None}
+        for name, default in options.items():
+            if is_stablehlo(source) and getattr(self, name) != default:
+                option = f"--{name.replace('_', '-')}"
+                raise click.ClickException(f"{source} is a whole program already: {option} is for models")
+
+
+def with_step(*remat: str, help: str) -> Callable[[Any], Any]:
+    """A command with the options that say what a step does, as `step`; `remat`: the words of its first one."""
+
+    def with_options(function: Any) -> Any:
+        @functools.wraps(function)
+        def command(*args: Any, **rest: Any) -> Any:
+            return function(*args, step=Step(*(rest.pop(each.name) for each in fields(Step))), **rest)
+
+        words = click.option("--remat", type=click.Choice(remat), default="as-is", show_default=True, help=help)
+        return functools.reduce(lambda made, option: option(made), (*reversed(_STEP_OPTIONS), words), command)
+
+    return with_options
 
 
 def with_source(train: str) -> Callable[[Any], Any]:

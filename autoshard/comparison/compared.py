@@ -15,14 +15,14 @@ from autoshard.api import Plan
 from autoshard.cost.machine.bars import Bars, bar_text
 from autoshard.cost.machine.device import load_device, slop_of, with_slop
 from autoshard.errors import ManualPlanError
-from autoshard.frontends.choose import capture_of, switches_for
+from autoshard.frontends.choose import blocks_of, capture_of, switches_for
 from autoshard.graph.ops import Graph
 from autoshard.manual import PLANS, plan_named
 from autoshard.mesh import Mesh, describe_mesh
 from autoshard.planning.collector import collector_paused
 from autoshard.planning.meshes import candidate_meshes
 from autoshard.planning.options import DEVICE_MEMORY, Hint, PlanningOptions, Progress
-from autoshard.planning.road import plan_graph
+from autoshard.planning.road import plan_graph, remat_of_all
 from autoshard.planning.written import written_plan
 from autoshard.plans.annotated import annotations_of
 from autoshard.plans.check import planned_for
@@ -31,7 +31,7 @@ from autoshard.plans.value import CollectiveTotal, NoPlanError, PlanMismatchErro
 from autoshard.program import Program
 from autoshard.show.plots import plot_comparison
 from autoshard.show.report import bytes_by_kind, duration, mesh_text, scheduler_lines, size
-from autoshard.stablehlo.annotate import annotate
+from autoshard.stablehlo.annotate import annotate, check_steps
 from autoshard.stablehlo.reader import build_graph
 from autoshard.strategies.guard import UncompilableError
 from autoshard.text import columns
@@ -235,6 +235,9 @@ def compare(
     target: str | None = None,
     cycles: bool = False,
     memory: float | Literal["device"] | None = DEVICE_MEMORY,
+    remat: Literal["as-is", "none", "products", "full"] = "as-is",
+    micro_batches: int = 1,
+    clip_grad_norm: float | None = None,
     hints: Mapping[str, Hint] | None = None,
     time_limit: float = 60.0,
     progress: Progress | None = None,
@@ -242,8 +245,9 @@ def compare(
     """Compare the automatic plan of a program with plans by hand, and any others.
 
     Args:
-        model, sample_inputs, mesh, device, loss_fn, optimizer, train, memory, hints, time_limit, progress: as for
-            `plan`; without a device kind, that of the target. `memory` and `hints` are for the automatic plan.
+        model, sample_inputs, mesh, device, loss_fn, optimizer, train, memory, remat, micro_batches, clip_grad_norm,
+            hints, time_limit, progress: as for `plan`; without a device kind, that of the target. `memory` and `hints`
+            are for the automatic plan.
         plans: names: `auto`, and those of `autoshard.manual.PLANS`; default `auto` and all that apply.
         others: name -> any other plan of the same program for the same mesh.
         target: also compile every plan for it, such as `tpu-v5e:2x4` or `h100:8`; its devices need not be present.
@@ -258,9 +262,11 @@ def compare(
     where = comparison_mesh(mesh, device, target)
     with collector_paused():
         options.progress("capture")
-        program = capture_of()(
-            model, sample_inputs, loss_fn=loss_fn, optimizer=optimizer, train=train, switches=switches_for(where.device)
-        )
+        trains = bool(loss_fn is not None or optimizer is not None) if train is None else train
+        recomputed = remat_of_all(remat, blocks_of(model) if trains else ())
+        switches = switches_for(where.device, recomputed, micro_batches, clip_grad_norm)
+        given = {"loss_fn": loss_fn, "optimizer": optimizer, "train": train, "switches": switches}
+        program = capture_of()(model, sample_inputs, **given)
         return compare_program(
             program, where, plans=plans, others=others, target=target, cycles=cycles, options=options
         )
@@ -305,6 +311,8 @@ def compare_program(
         raise ValueError("cycles=True needs a target whose compiler estimates them, such as target='tpu-v5e:2x4'")
     if cycles and for_target is not None:
         check_clock(for_target, load_device(for_target.device))
+    if for_target is not None:
+        check_steps(program)
     options.progress("graph")
     graph = build_graph(program)
     made: dict[str, Plan] = {}

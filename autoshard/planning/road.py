@@ -58,17 +58,27 @@ def plan_model(
     Raises:
         ValueError: `remat` is another word.
     """
-    levels = {"none": "", "products": PRODUCTS, "full": ALL}
-    if remat not in get_args(RematOption):
-        raise ValueError(f"remat is {', '.join(get_args(RematOption))}, not {remat!r}")
     if remat == "auto" and blocks:
         return _planned(Recomputed(tuple(blocks), capture).candidate, meshes, options)
-    paths = [path for several in blocks for path in several]
-    same = dict.fromkeys(paths if levels.get(remat) else (), levels.get(remat, ""))
     options.progress("capture")
-    program = capture(same if remat in levels and (paths or remat == "none") else None)
+    program = capture(remat_of_all(remat, blocks))
     options.progress("graph")
     return plan_graph(build_graph(program), meshes, options)
+
+
+def remat_of_all(remat: RematOption, blocks: Sequence[Blocks]) -> Remat | None:
+    """What is recomputed where all blocks are treated alike; None: what the program's own checkpoints say.
+
+    Raises:
+        ValueError: `remat` is another word.
+    """
+    if remat not in get_args(RematOption):
+        raise ValueError(f"remat is {', '.join(get_args(RematOption))}, not {remat!r}")
+    if remat == "none":
+        return {}
+    paths = [path for several in blocks for path in several]
+    level = {"products": PRODUCTS, "full": ALL}.get(remat)
+    return dict.fromkeys(paths, level) if level is not None and paths else None
 
 
 def _planned(find: Find, meshes: Sequence[Mesh], options: PlanningOptions) -> Plan:

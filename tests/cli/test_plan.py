@@ -300,6 +300,16 @@ def test_plans_are_compared(run, tmp_path):
     assert said["stages"]["plans by hand"]["seconds"] >= 0
 
 
+def test_plans_of_other_steps_are_compared(run):
+    step = ("--micro-batches", "2", "--clip-grad-norm", "1.0", "--remat", "full")
+    status, out, err = run("compare", "nets.py:step", "--mesh", "2x2", "--plans", "dp", *step, "--json")
+    assert (status, err) == (0, "")
+    ((_, twice),) = [(each["name"], each["predicted"]) for each in json.loads(out.splitlines()[-1])["plans"]]
+    _, out, _ = run("compare", "nets.py:step", "--mesh", "2x2", "--plans", "dp", "--json")
+    ((_, once),) = [(each["name"], each["predicted"]) for each in json.loads(out.splitlines()[-1])["plans"]]
+    assert twice["collectives"][0]["bytes"] == 2 * once["collectives"][0]["bytes"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

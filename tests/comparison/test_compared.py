@@ -7,6 +7,7 @@ import pytest
 
 import autoshard
 from autoshard.comparison.compared import Comparison, Row
+from autoshard.errors import LoweringError
 from autoshard.manual import PLANS
 from autoshard.mesh import Mesh
 from autoshard.planning import written
@@ -119,6 +120,33 @@ def test_a_plan_by_hand_that_would_not_compile_is_left_out_with_the_reason(monke
     found = autoshard.compare(torch.nn.ReLU(), torch.zeros(8, 8), mesh="2", plans=["auto", "dp"])
     assert [row.name for row in found.rows] == ["auto"]
     assert found.left_out == {"dp": "the compiler would abort on scatter op 7"}
+
+
+def test_plans_of_a_step_with_micro_batches_that_recomputes_and_clips():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(network() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def by_hand(**step):
+        given = {"mesh": "2x2", "loss_fn": torch.nn.functional.mse_loss, "optimizer": sgd, "plans": ["dp"]}
+        return autoshard.compare(Net(), INPUTS, **given, **step)["dp"]
+
+    step = {"remat": "full", "micro_batches": 3, "clip_grad_norm": 1.0}
+    found = by_hand(**step)
+    assert found.plan.micro_batches == 3
+    assert {"micro_batches:3", "clip_grad_norm:1.0", "remat:all=blocks.0-1"} <= set(found.plan.program.switches)
+    ((summed,), (once,)) = found.predicted.collectives, by_hand().predicted.collectives
+    assert (summed.bytes, summed.count) == (3 * once.bytes, 3 * once.count)  # gradients, in each micro-step
+    with pytest.raises(LoweringError, match="export it with micro_batches=2"):  # before anything is planned
+        by_hand(**step, target="cpu")
+    with pytest.raises(ValueError, match="remat is as-is"):
+        by_hand(remat="some")
 
 
 def test_an_unknown_plan_is_refused_before_anything_is_captured():
