@@ -29,7 +29,7 @@ from autoshard.strategies.formulate import annotatable
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
 PREDICTED_OPS = 30_000
-"""Most predictions of plans by hand that are no faster, times ops of the program: they take two or three seconds."""
+"""Most predictions of plans by hand that are no faster, times ops of the program: they take two to five CPU seconds."""
 _DOUBTED_OPS = 50_000
 """As many where the prices of kernels were far off: a choice by such prices says little."""
 _FAR_OFF = 1.25
@@ -45,6 +45,8 @@ _SURE = 0.05
 
 _FASTER = 1e-4
 """Fraction of a step by which a plan by hand must be faster."""
+_DEARER = 0.005
+"""Fraction of a step by which it is to be faster as it is than with all values annotated, not to be."""
 _ROUNDING = 1e-6
 """Relative rounding of recorded times, at most."""
 
@@ -138,8 +140,8 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
             best = scheduled
         elif _faster(scheduled, best, margin):
             pinned = _pinned(rival, graph, options).rescheduled()
-            if _faster(pinned, best, margin):  # where one is, others may be
-                best, count = pinned, count + 1
+            as_is = not pinned.fits or _faster(scheduled, pinned, -_DEARER)
+            best, count = scheduled if as_is else pinned, count + 1
         count -= 1
     return best
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.cost.machine.device import load_device
-from autoshard.cost.partitioner.partition import partition
+from autoshard.cost.partitioner.partition import Partitioner
 from autoshard.cost.partitioner.passes.simplify import simplified
 from autoshard.cost.partitioner.propagate import propagate
 from autoshard.cost.partitioner.tiling import across_ones
@@ -42,12 +42,11 @@ def overcounted(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int,
     graph = simplified(graph, load_device(mesh.device).target)  # drops zero-sized ones
     target = load_device(mesh.device).target
     shardings = propagate(graph, annotations, mesh, target)
-    runs = partition(graph, shardings, "cpu").runs
-    spec = shardings.subaxes.spec
+    partitioner, spec = Partitioner(graph, shardings, "cpu"), shardings.subaxes.spec
     return {
         op.id: (spec(shardings.read(op.id, op.operands[0])), spec(shardings.read(op.id, op.operands[1])))
-        for op, run in zip(graph.ops, runs, strict=True)
-        if run.overcounted
+        for op in graph.ops
+        if op.kind == "convolution" and partitioner.overcounts(op)
     }
 
 

@@ -253,9 +253,12 @@ class Partitioner(Context):
             collectives.extend(self._own(emission, op.id))
         inner = tuple(replace(each, op=op.id) for each in emission.inner)
         return OpRun(
-            tuple(collectives), emission.share, emission.reads, tuple(moves), emission.overcounted, inner,
-            emission.of_result,
+            tuple(collectives), emission.share, emission.reads, tuple(moves), inner, emission.of_result
         )  # fmt: skip
+
+    def overcounts(self, op: Op) -> bool:
+        """Whether XLA sums replicas of the same terms of a convolution, so that its result is wrong."""
+        return self.emission(op, self.shardings.made[Value(op.id)]).overcounted
 
     def emission(self, op: Op, made: Tiling) -> Emission:
         """The emission of an op that reads its operands as they are and produces its one result under `made`."""

@@ -77,7 +77,6 @@ class OpRun:
         share: its FLOP on one device, as a fraction of the whole op's (1 where every device computes everything).
         reads: per operand its tiling once resharded.
         moves: the operand reshards; their collectives are the first of `collectives`, in order.
-        overcounted: whether XLA sums replicas of the same terms, so that its results are wrong.
         inner: collectives inside the bodies of a loop or branch.
         of_result: per collective of its own the result that it is of; empty if all are of the first.
     """
@@ -86,7 +85,6 @@ class OpRun:
     share: float
     reads: tuple[Tiling, ...]
     moves: tuple[Move, ...] = ()
-    overcounted: bool = False
     inner: tuple[Collective, ...] = ()
     of_result: tuple[int, ...] = ()
 
