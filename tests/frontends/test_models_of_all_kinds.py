@@ -100,6 +100,13 @@ def rotated(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(torch.view_as_complex(m.layer(x).view(16, 4, 2)) * turns).flatten(1)
 
 
+def complex_products(m: Any, x: torch.Tensor) -> torch.Tensor:
+    found = torch.view_as_complex(m.layer(x).view(16, 4, 2))
+    weights = torch.complex(m.layer.weight[:4, :4], m.layer.weight[4:, 4:])
+    turned = torch.einsum("bi,oi->bo", F.linear(found, weights), weights) @ weights.expand(2, 4, 4)
+    return torch.view_as_real(turned.view(2, 16, 4)).flatten(2)
+
+
 def nested(m: Any, x: torch.Tensor) -> torch.Tensor:
     def inner(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: m.layer(x).tanh(), x, use_reentrant=False).sin()
@@ -125,6 +132,7 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
         {"bags": lambda: nn.EmbeddingBag(8, 4, mode="mean")},
     ),
     "diagonal of products": (lambda m, x: torch.einsum("bii,...ij->b", m.layer(x).view(2, 8, 8), x[:8]), {}),
+    "products of complex numbers": (complex_products, {}),
     "transposed convolution": (
         lambda m, x: m.up(m.layer(x).view(2, 4, 4, 4)),
         {"up": lambda: nn.ConvTranspose2d(4, 2, 3, stride=2, groups=2, output_padding=1)},

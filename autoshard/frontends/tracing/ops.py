@@ -78,7 +78,7 @@ class _Einsum(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        a, b = ctx.saved_tensors
+        a, b = (each.conj() if each.is_complex() else each for each in ctx.saved_tensors)
         for_a, for_b = gradient_equations(ctx.equation)
         grad_a = torch.ops.autoshard.einsum(for_a, grad, b) if ctx.needs_input_grad[1] else None
         grad_b = _product(for_b, grad, a) if ctx.needs_input_grad[2] else None
