@@ -173,16 +173,47 @@ def of(name: str) -> Net:
 @pytest.mark.parametrize("frontend", FRONTENDS)
 def test_what_is_captured_is_what_pytorch_computes(name: str, frontend: str) -> None:
     model, eager, batches = of(name), of(name), torch.randn(2, 16, 8)
-    program = autoshard.capture(model, batches[0], train=False, frontend=frontend)
+    optimizer = None
+    step: dict[str, Any] = {"train": False}
+    if any(leaf.requires_grad for leaf in tensors(of(name)(batches[0]))):
+        step = {"loss_fn": loss_of, "optimizer": sgd}
+        optimizer = sgd(eager.parameters())
+    program = autoshard.capture(model, batches[0], frontend=frontend, **step)
     run = Run(program, model)
     for batch in batches:
-        wanted = [leaf for leaf in torch.utils._pytree.tree_leaves(eager(batch)) if isinstance(leaf, torch.Tensor)]
-        made = run(batch)
-        found = [made[output.name] for output in program.outputs if output.role == "output"]
-        for mine, theirs in zip(found, wanted, strict=True):
+        made, found = run(batch), eager(batch)
+        if optimizer is not None:
+            loss = loss_of(found)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(made["loss"], loss.detach(), rtol=1e-4, atol=1e-4)
+            continue
+        outputs = [made[output.name] for output in program.outputs if output.role == "output"]
+        for mine, theirs in zip(outputs, tensors(found), strict=True):
             torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
-    for key, buffer in eager.named_buffers():
-        torch.testing.assert_close(run.tensors[key], buffer, rtol=1e-5, atol=1e-5)
+    for key, tensor in (*eager.named_parameters(), *eager.named_buffers()):
+        torch.testing.assert_close(
+            run.tensors[key], tensor.detach(), rtol=1e-4, atol=1e-5, msg=lambda said, k=key: f"{k}: {said}"
+        )
+
+
+def tensors(found: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+def loss_of(found: Any) -> torch.Tensor:
+    """Every output that has a gradient, each element of a weight of its own."""
+    weighed = (
+        leaf * torch.arange(float(leaf.numel()), device=leaf.device).cos().view(leaf.shape)
+        for leaf in tensors(found)
+        if leaf.requires_grad
+    )
+    return torch.stack([each.sum() for each in weighed]).sum()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)
