@@ -5,9 +5,9 @@ depthwise kernel with spatially split images, over all devices, replicas include
 (`PartitionConvolutionWithSpatialDimensionHaloExchangeOnLHS`; jaxlib 0.10.2 on CPU: results four times too large with an
 idle axis of four). No strategy is like that, but propagation may split operands so.
 
-libtpu aborts where it would pad a scatter's unsigned or 64-bit indices, because propagation splits their dim unevenly
-(0.0.51; `verify/compile.py` knows the message). XLA's partitioner does so where all devices split such indices
-unevenly (jaxlib 0.10.2 for CPU; assumed of all targets). No strategy does.
+libtpu aborts where it would pad a scatter's unsigned or 64-bit indices, because propagation splits them, or the dim of
+the updates that enumerates them, unevenly (0.0.51; `verify/compile.py` knows the message). XLA's partitioner does so
+where all devices split such indices unevenly (jaxlib 0.10.2 for CPU; assumed of GPUs). No strategy does.
 """
 
 from __future__ import annotations
@@ -87,19 +87,21 @@ class UncompilableError(AutoshardError, ValueError):
 def spread_indices(graph: Graph, annotations: Annotations, mesh: Mesh) -> dict[int, Spec]:
     """Scatters that XLA's partitioner aborts on: op id -> the spec of their indices.
 
-    Measured for CPU on random shardings of 2x2x2: all with indices that all devices split unevenly, and no others.
+    Measured for CPU on random shardings of 2x2x2: all with indices that all devices split unevenly, and no others. A
+    TPU's aborts on any that are split unevenly.
     """
     suspects = [op for op in graph.ops if op.kind == "scatter" and _may_pad(graph, op, mesh)]
     if not suspects:
         return {}
-    shardings = propagate(graph, annotations, mesh, load_device(mesh.device).target)
+    device = load_device(mesh.device)
+    shardings = propagate(graph, annotations, mesh, device.target)
     found: dict[int, Spec] = {}
     for op in suspects:
         indices = op.operands[len(op.results)]
         spec = shardings.subaxes.spec(shardings.read(op.id, indices))
         ways = [mesh.ways(axes) for axes in spec]
         uneven = any(size % way for size, way in zip(graph.type_of(indices).shape, ways, strict=True))
-        if uneven and math.prod(ways) == mesh.size:
+        if uneven and (device.compiler.aborts_on_padded_scatters or math.prod(ways) == mesh.size):
             found[op.id] = spec
     return found
 
