@@ -56,8 +56,15 @@ def ends_of_rows(linear: nn.Linear, x: torch.Tensor, mask: torch.Tensor) -> torc
     return linear(x) * int(ends[-1])
 
 
+def finite_maxima(linear: nn.Linear, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As transformers' RT-DETR guards against overflow behind its stem."""
+    pooled = nn.functional.max_pool2d(mask[None].float(), 2, stride=1, padding=(1, 0))
+    return linear(x) * (1.0 if torch.isfinite(pooled).all() else 2.0)
+
+
 READS: list[tuple[Body, list[str]]] = [
     (ends_of_rows, ["6"]),
+    (finite_maxima, ["True"]),
     (lambda linear, x, mask: linear(x) * (mask.new_empty(2).zero_().max() + mask[0].max()).item(), ["1"]),
     (lambda linear, x, mask: linear(x) * mask.max().item(), ["1"]),
     (lambda linear, x, mask: linear(x) if mask.any() else x, ["True"]),

@@ -26,6 +26,8 @@ from autoshard.program import ArgumentRole
 CPU = torch.device("cpu")
 MAX_LISTED_ELEMENTS = 16
 """Most elements of a read tensor that are listed; of more, a hash."""
+_ON_THE_CPU = {"xla.max_pool2d_forward.default": torch.ops.aten.max_pool2d.default}
+"""torch_xla's own ops, which have no CPU kernel -> ops of the same arguments that do."""
 
 Kinds = frozenset[str]
 """What values depend on: roles of arguments; `floats` for non-integer inputs."""
@@ -135,7 +137,7 @@ class KnownValues:
         if func._schema.is_mutable or str(func).startswith("aten.native_batch_norm"):
             args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
         try:
-            result = func(*args, **kwargs)
+            result = _ON_THE_CPU.get(str(func), func)(*args, **kwargs)
         except Exception as error:  # an op that only the device has
             raise UnknownValueError(f"{func}, which does not run on the CPU") from error
         call = Call(index, func, (), (), args, kwargs)
