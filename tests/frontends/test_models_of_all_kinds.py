@@ -122,6 +122,10 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
     "sorted along": (lambda m, x: torch.take_along_dim(m.layer(x), m.layer(x).argsort(1), 1), {}),
     "scattered best": (lambda m, x: torch.zeros_like(x).scatter(1, m.layer(x).topk(2, 1).indices, 1.0), {}),
     "best embedded": (lambda m, x: m.table(m.layer(x).argmax(1)), {"table": lambda: nn.Embedding(8, 4)}),
+    "short rows embedded": (
+        lambda m, x: m.table(x.argsort(1)[:, :3]), {"table": lambda: nn.Embedding(8, 4, max_norm=1.0)},
+    ),
+    "largest so far": (lambda m, x: m.layer(x).cummax(-1)[0] * m.layer(x).view(16, 2, 4).cummin(2)[0].flatten(1), {}),
     "gated both ways": (
         lambda m, x: m.gated(m.layer(x).view(4, 4, 8))[0], {"gated": lambda: nn.GRU(8, 4, 2, bidirectional=True)},
     ),

@@ -520,8 +520,10 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if max_norm is not None or sparse or input.dim() == 0 or not on_xla(input):
+    if sparse or input.dim() == 0 or not on_xla(input):
         return UNTOUCHED
+    if max_norm is not None:
+        _renormalise(weight, input, max_norm, norm_type)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     rows = ops.embedding(weight, input, padding_idx)
@@ -532,6 +534,15 @@ def _embedding(
     counts = torch.zeros(len(weight), dtype=torch.float32, device=rows.device).index_add(0, flat, ones)
     share = (1 / counts).index_select(0, flat).reshape(*input.shape, 1).to(rows.dtype)
     return rows.detach() + (rows - rows.detach()) * share
+
+
+@torch.no_grad()
+def _renormalise(weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> None:
+    """Shorten the rows that are looked up in place, as `embedding_renorm_` does."""
+    flat = indices.reshape(-1)
+    rows = weight.index_select(0, flat)
+    norms = torch.linalg.vector_norm(rows, norm_type, 1, keepdim=True)
+    weight[flat] = torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
 
 
 @replaces("embedding", F.embedding_bag)

@@ -474,12 +474,25 @@ def _all(out: Types, x: Any, dims: Any = None, keepdim: bool = False) -> Any:
 
 @lowers("cumsum")
 def _cumsum(out: Types, x: Any, dim: int, dtype: Any = None) -> Any:
-    x = cast(x, out[0].dtype)
+    return _cumulative(lax.add, cast(x, out[0].dtype), dim, 0)
+
+
+@lowers("cummax")
+def _cummax(out: Types, x: Any, dim: int) -> Any:
+    if not x.ndim:
+        return x, np.zeros((), np.int64)
+    least = -math.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    found = _cumulative(lax.max, x, dim, least)
+    places = lax.broadcasted_iota(np.int64, x.shape, dim % x.ndim)
+    return found, _cumulative(lax.max, lax.select(lax.eq(x, found), places, lax.full_like(places, 0)), dim, 0)
+
+
+def _cumulative(combine: Callable[[Any, Any], Any], x: Any, dim: int, start: Any) -> Any:
     if not x.ndim:
         return x
     window, padding = [1] * x.ndim, [(0, 0)] * x.ndim
     window[dim], padding[dim] = x.shape[dim], (x.shape[dim] - 1, 0)
-    return lax.reduce_window(x, np.array(0, x.dtype), lax.add, window, [1] * x.ndim, padding)
+    return lax.reduce_window(x, np.array(start, x.dtype), combine, window, [1] * x.ndim, padding)
 
 
 def _shifted(x: Any, dim: int) -> tuple[Any, Any, Any]:
