@@ -19,7 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.errors import LoweringError
-from autoshard.frontends.tracing.optimizer import STEADY_STEP, changed, fill_state, state_leaves
+from autoshard.frontends.tracing.optimizer import (
+    STEADY_STEP,
+    changed,
+    fill_state,
+    optimizers_in,
+    state_leaves,
+    without_hooks,
+)
 from autoshard.lower.begin import LooksAreTrue, create_state
 from autoshard.program import Program
 
@@ -183,11 +190,7 @@ def small_twin(
     """
     small = _shapes if whole else _small
     stand_ins = {} if stand_ins is None else stand_ins
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    for name, value in twin.__dict__.items():
-        if "hooks" in name and isinstance(value, dict):
-            twin.__dict__[name] = type(value)()
+    twin = without_hooks(optimizer)
     state: dict[torch.Tensor, Any] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -211,11 +214,31 @@ def small_twin(
         groups.append({**settings, "params": list(made.values())})
     twin.param_groups = groups
     twin.state = defaultdict(dict, state)
+    _share_with_parts(twin, optimizer)
     if fresh:
         fill_state(twin, optimizer, small, stand_ins)
     elif begun:
         create_state(twin, [each for group in groups for each in group["params"]])
     return twin
+
+
+def _share_with_parts(twin: torch.optim.Optimizer, of: torch.optim.Optimizer) -> None:
+    """Twins of the inner optimizers that share groups and state with the original, `of`, sharing the twin's."""
+    group_of = dict(zip(map(id, of.param_groups), twin.param_groups, strict=True))
+
+    def sharing(value: Any) -> Any:
+        if not isinstance(value, torch.optim.Optimizer) or not {id(group) for group in value.param_groups} <= {
+            *group_of
+        }:
+            return value
+        part = without_hooks(value)
+        part.param_groups = [group_of[id(group)] for group in value.param_groups]
+        part.state = twin.state if value.state is of.state else defaultdict(dict)
+        return part
+
+    for name, value in twin.__dict__.items():
+        if any(optimizers_in(value)):
+            twin.__dict__[name] = tree_map(sharing, value)
 
 
 def _counter(state: Mapping[str, Any]) -> float | None:

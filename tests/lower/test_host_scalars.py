@@ -12,7 +12,27 @@ from autoshard.lower.to_jax import optimizer_scalars
 from autoshard.lower.torch_xla.first_steps import FirstSteps
 from autoshard.stablehlo.reader import build_graph
 
+class Both(torch.optim.Optimizer):
+    """Two optimizers that step together, and share groups and state with it: of a GAN, say."""
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+        super().__init__(first.param_groups + second.param_groups, {})
+        first.state = second.state = self.state
+        self.param_groups = first.param_groups + second.param_groups
+
+    def step(self, closure=None):
+        self.first.step()
+        self.second.step()
+
+
+def both(ps):
+    ps = list(ps)
+    return Both(torch.optim.Adam(ps[:2], lr=1e-3), torch.optim.SGD(ps[2:], lr=0.05, momentum=0.5))
+
+
 OPTIMIZERS = {
+    "both": both,
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3, betas=(0.8, 0.95)),
     "adam amsgrad": lambda ps: torch.optim.Adam(ps, lr=1e-3, amsgrad=True, weight_decay=0.02),

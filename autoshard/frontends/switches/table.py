@@ -536,13 +536,13 @@ def _embedding(
     return rows.detach() + (rows - rows.detach()) * share
 
 
-@torch.no_grad()
 def _renormalise(weight: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> None:
     """Shorten the rows that are looked up in place, as `embedding_renorm_` does."""
-    flat = indices.reshape(-1)
-    rows = weight.index_select(0, flat)
-    norms = torch.linalg.vector_norm(rows, norm_type, 1, keepdim=True)
-    weight[flat] = torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
+    with torch.no_grad():
+        flat = indices.reshape(-1)
+        rows = weight.index_select(0, flat)
+        norms = torch.linalg.vector_norm(rows, norm_type, 1, keepdim=True)
+        weight[flat] = torch.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
 
 
 @replaces("embedding", F.embedding_bag)

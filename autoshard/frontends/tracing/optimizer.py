@@ -146,12 +146,7 @@ def twin_of(
     if id(optimizer) in memo:
         made: torch.optim.Optimizer = memo[id(optimizer)]
         return made
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
-    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers wrap `step`
-    for name, value in twin.__dict__.items():
-        if "hooks" in name and isinstance(value, dict):
-            twin.__dict__[name] = type(value)()
+    twin = memo[id(optimizer)] = without_hooks(optimizer)
     twin.state = memo.setdefault(id(optimizer.state), defaultdict(dict))
     twin.param_groups = [
         memo.setdefault(
@@ -172,6 +167,16 @@ def twin_of(
             twin.__dict__[name] = tree_map(inner, value)
     if optimizer.state and not twin.state:
         fill_state(twin, optimizer, _like, tensors)
+    return twin
+
+
+def without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer with the same attributes and no hooks."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # schedulers wrap `step`
+    for name, value in twin.__dict__.items():
+        if "hooks" in name and isinstance(value, dict):
+            twin.__dict__[name] = type(value)()
     return twin
 
 
