@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops.while_loop import while_loop
 
+import autoshard
 from autoshard.errors import CaptureError
 from autoshard.frontends.torch_xla.program import capture
 from tests.frontends.models import Mlp, mean_square, sample
@@ -97,6 +98,15 @@ def test_ops_that_torch_xla_cannot_lower_are_named(function: Callable[[torch.Ten
     text = refusal(function)
     assert op in text
     assert "torch_xla cannot lower" in text
+
+
+def test_ops_that_torchax_cannot_lower_are_named() -> None:
+    class Pooled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.fractional_max_pool2d(x, 2, output_size=2)
+
+    with pytest.raises(CaptureError, match=r"fractional_max_pool2d, which torchax cannot lower to XLA at .*\.py:"):
+        autoshard.capture(Pooled(), torch.zeros(1, 3, 8, 8), train=False, frontend="torchax")
 
 
 def test_a_kernel_that_computes_on_the_cpu_given_placeholders_only() -> None:

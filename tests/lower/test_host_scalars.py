@@ -12,6 +12,7 @@ from autoshard.lower.to_jax import optimizer_scalars
 from autoshard.lower.torch_xla.first_steps import FirstSteps
 from autoshard.stablehlo.reader import build_graph
 
+
 class Both(torch.optim.Optimizer):
     """Two optimizers that step together, and share groups and state with it: of a GAN, say."""
 

@@ -119,7 +119,7 @@ class _Tracing(Tracing):
 
     def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
         if isinstance(error, UnlowerableError):
-            return refusals.no_lowering(first, where, refusals.line_of(error))
+            return refusals.no_lowering(first, where, refusals.line_of(error), by="torchax")
         if isinstance(error, NoDataError) or "on meta tensors" in first or "out of meta tensor" in first:
             return refusals.execution(where, refusals.line_of(error))
         return None
@@ -171,7 +171,7 @@ class _Recording(Labels):
         try:
             return self.execute(call.func, call.args, call.kwargs)
         except UnlowerableError as error:
-            raise refusals.no_lowering(str(error), self.paths.describe()) from None
+            raise refusals.no_lowering(str(error), self.paths.describe(), by="torchax") from None
         finally:
             self.recorder.label = None
 

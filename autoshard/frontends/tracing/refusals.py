@@ -203,12 +203,13 @@ def of_host(where: str, kind: str, line: str) -> CaptureError:
     )
 
 
-def no_lowering(name: str, where: str, line: str | None = None) -> CaptureError:
-    """The error for an op that torch_xla computes outside XLA; `line` from `line_of`, or the running one."""
+def no_lowering(name: str, where: str, line: str | None = None, by: str = "torch_xla") -> CaptureError:
+    """The error for an op without a lowering to XLA; `line` from `line_of`, or the running one."""
     line = source() if line is None else line
+    how = " (it would copy the tensor to the CPU)" if by == "torch_xla" else ""
     return CaptureError(
-        f"{where} uses {_short(name)}, which torch_xla cannot lower to XLA (it would copy the tensor to the CPU)"
-        f"{line}. Write it with other operations, or leave that module out of the captured program."
+        f"{where} uses {_short(name)}, which {by} cannot lower to XLA{how}{line}. Write it with other operations, "
+        "or leave that module out of the captured program."
     )
 
 
