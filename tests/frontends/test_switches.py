@@ -34,6 +34,7 @@ from tests.frontends.models import float_reshapes
 B, S, H, D, V = 2, 6, 4, 8, 11
 IDS = torch.arange(B * S).reshape(B, S) % V
 LABELS = torch.where(IDS % 5 == 0, -100, (IDS * 3) % V)
+PLACES = torch.tensor([3, 0, 3, 5])
 CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
 NONE_OF_FIRST = CAUSAL & (torch.arange(S) > 0).unsqueeze(1)
 
@@ -188,6 +189,17 @@ CASES: dict[str, Case] = {
     ),
     "scattered through a mask in place": (
         lambda x, y: (x * 1).masked_scatter_((y[..., :1] > 0).expand(x.shape), y), (x, random(*x.shape)),
+    ),
+    "slices gathered": (lambda x: x.gather(1, PLACES.to(x.device).view(1, -1, 1).expand(B, -1, D)), (x,)),
+    "slices added": (
+        lambda x, y: x.scatter_add(-2, PLACES.to(x.device).view(1, -1, 1).expand_as(y), y), (x, random(B, 4, D)),
+    ),
+    "slices added in place": (
+        lambda x: x.new_zeros(B, 3, D).scatter_add_(1, IDS[0].to(x.device).view(-1, 1).expand(B, S, D) % 3, x), (x,),
+    ),
+    "slices averaged": (
+        lambda x, y: x.scatter_reduce(1, PLACES.to(x.device).view(-1, 1).expand(B, -1, D), y, "mean"),
+        (x, random(B, 4, D)),
     ),
     "elu": (lambda x: F.elu(x, 0.7), (x,)),
     "elu in place": (lambda x: F.elu(x * 2, inplace=True), (x,)),

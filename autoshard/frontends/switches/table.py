@@ -17,7 +17,7 @@ calls with tensors on an XLA device, and never edits the model.
 | `groups` | convolutions of groups with several features each, transposed ones of groups, as a product per tap or a convolution per group | those of CPU and GPU gather what such a convolution reads, and end the process on gradients of transposed ones |
 | `scan` | torch_xla's `scan` and `scan_layers`, unrolled | what a loop carries has one sharding, and nothing in its body can be annotated |
 | `activation` | `F.elu`, `F.selu`, `F.celu` as `expm1` where negative, `F.rrelu` as a choice | torch_xla's gradient of these reads the input as if it were the result, and is wrong |
-| `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `scatter_reduce` and `index_reduce` of means, or without what was there; `gather` at 32-bit indices | torch_xla would look for the true ones, and has no lowering of the reductions; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
+| `index` | `x[mask] = value` as a choice, `masked_scatter` as a gather and a choice; `scatter_reduce` and `index_reduce` of means, or without what was there; `gather` at 32-bit indices; it and `scatter_add` by whole slices, where the index was expanded to these | torch_xla would look for the true ones, has no lowering of the reductions, and passes an index for each element; a TPU's compiler knows rows that are read by themselves by 32-bit counts |
 | `truth` | `all` and `any` of numbers, as those of whether they are zero | torch_xla reduces numbers by a choice; no runtime adds that up over devices |
 | `losses` | multi-margin, Gaussian and CTC losses, `torch.cdist` and `torch.pdist`, `torch.histc` between bounds, matrix exponentials, products of reflections, inverse Fourier transforms to real numbers, lengths and angles of complex numbers, factories that write into `out` | torch_xla has no lowering of them, or of their gradients; two look at values |
 | `pools` | adaptive pools whose windows differ, maxima of dilated windows, averages with a ceiling | torch_xla has no lowering |
@@ -115,7 +115,7 @@ def active(names: Sequence[str] = DEFAULT, model: torch.nn.Module | None = None)
 
 
 class _Replace(TorchFunctionMode):  # type: ignore[misc]
-    """Dispatches calls to handlers; remembers which tensors are flattened views, and which masks expanded ones."""
+    """Dispatches calls to handlers; remembers which tensors are flattened views, which masks and indices expanded."""
 
     def __init__(self, handlers: dict[Any, Handler]) -> None:
         super().__init__()
@@ -369,6 +369,8 @@ replaces("activation", F.celu, torch.celu)(exact.celu)
 replaces("activation", F.rrelu, torch.rrelu)(exact.rrelu)
 replaces("index", torch.Tensor.__setitem__)(exact.masked_write)
 replaces("index", torch.gather, torch.Tensor.gather)(exact.gathered)
+replaces("index", torch.scatter_add, torch.Tensor.scatter_add)(exact.scatter_added)
+replaces("index", torch.Tensor.scatter_add_)(partial(exact.in_place, exact.scatter_added))
 replaces("index", torch.masked_scatter, torch.Tensor.masked_scatter)(exact.masked_scatter)
 replaces("index", torch.Tensor.masked_scatter_)(partial(exact.in_place, exact.masked_scatter))
 replaces("index", torch.scatter_reduce, torch.Tensor.scatter_reduce)(exact.scatter_reduced)
@@ -448,9 +450,10 @@ def _remember_flattened(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _remember_expanded(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an expansion; a mask of rows that is expanded along the last dim remembers itself."""
+    """Run an expansion; a mask of rows that is expanded along the last dim, and an index, remember themselves."""
     out, source = func(*args, **kwargs), args[0]
-    if out.dtype == torch.bool and on_xla(out) and source.dim() == out.dim() and source.shape[-1:] == (1,):
+    of_rows = source.dim() == out.dim() and source.shape[-1:] == (1,)
+    if on_xla(out) and (of_rows if out.dtype == torch.bool else out.dtype in (torch.int64, torch.int32)):
         setattr(out, exact.EXPANDED, source)
     return out
 

@@ -11,7 +11,7 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 """Klambauer et al. 2017 (arXiv:1706.02515), section 2."""
 
 EXPANDED = "_autoshard_expanded"
-"""Attribute of an expanded mask: the mask of rows, whose last dim is 1."""
+"""Attribute of an expanded tensor: of a mask, that of rows, whose last dim is 1; of an index, what was expanded."""
 
 
 def elu(input: torch.Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
@@ -106,24 +106,59 @@ def masked_scatter(input: torch.Tensor, mask: torch.Tensor, source: torch.Tensor
 
 
 def gathered(input: torch.Tensor, dim: Any, index: torch.Tensor, **options: Any) -> Any:
-    """`torch.gather` at 32-bit indices: of those a TPU's compiler sees that each row is read by itself."""
-    if options or not isinstance(dim, int) or index.dtype != torch.int64:
+    """`torch.gather` of whole slices, or at 32-bit indices: a TPU's compiler sees that each row is read by itself."""
+    if options or not isinstance(dim, int):
+        return NotImplemented
+    if (places := _places_of_slices(input, dim, index)) is not None:
+        return input.index_select(dim, places)
+    if index.dtype != torch.int64:
         return NotImplemented
     if any(size >= 2**31 for size in input.shape):
         return NotImplemented
     return torch.gather(input, dim, index.to(torch.int32))
 
 
+def scatter_added(input: torch.Tensor, dim: Any, index: torch.Tensor, src: torch.Tensor) -> Any:
+    """`torch.scatter_add` of whole slices."""
+    places = _places_of_slices(input, dim, index) if isinstance(dim, int) and index.shape == src.shape else None
+    return NotImplemented if places is None else input.index_add(dim, places, src)
+
+
+def _places_of_slices(input: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor | None:
+    """The positions along `dim` in an index that was expanded along all other dims; None where it was not.
+
+    Without this, a compiler sees an index of its own for each element: PyTorch Geometric expands its edges so.
+    """
+    source = getattr(index, EXPANDED, None)
+    if source is None or not 1 < input.dim() == index.dim():
+        return None
+    sizes = (*[1] * (index.dim() - source.dim()), *source.shape)
+    others = [at for at in range(index.dim()) if at != dim % index.dim()]
+    if any(sizes[at] != 1 or index.shape[at] != input.shape[at] for at in others) or sizes[dim] != index.shape[dim]:
+        return None
+    return source.reshape(-1)
+
+
 def scatter_reduced(
     input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
     """`torch.scatter_reduce` of means, or without what the elements were; torch_xla lowers the rest."""
+    if include_self and reduce == "sum":
+        return scatter_added(input, dim, index, src)
     if (include_self and reduce != "mean") or reduce not in _IDENTITIES or not input.is_floating_point():
         return NotImplemented
-    counts = torch.full_like(input, float(include_self)).scatter_add(dim, index, torch.ones_like(src))
+    counts = _added(torch.full_like(input, float(include_self)), dim, index, torch.ones_like(src))
     begun = input if include_self else torch.where(counts > 0, _IDENTITIES[reduce], input)
-    made = begun.scatter_reduce(dim, index, src, "sum" if reduce == "mean" else reduce)
+    if reduce in ("sum", "mean"):
+        made = _added(begun, dim, index, src)
+    else:
+        made = begun.scatter_reduce(dim, index, src, reduce)
     return made / counts.clamp(min=1) if reduce == "mean" else made
+
+
+def _added(input: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    made = scatter_added(input, dim, index, src)
+    return input.scatter_add(dim, index, src) if made is NotImplemented else made
 
 
 def index_reduced(
