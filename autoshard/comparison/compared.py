@@ -245,9 +245,10 @@ def compare(
     """Compare the automatic plan of a program with plans by hand, and any others.
 
     Args:
-        model, sample_inputs, mesh, device, loss_fn, optimizer, train, memory, remat, micro_batches, clip_grad_norm,
-            hints, time_limit, progress: as for `plan`; without a device kind, that of the target. `memory` and `hints`
-            are for the automatic plan.
+        model, sample_inputs, mesh, device, loss_fn, optimizer, train, time_limit, progress: as for `plan`; without a
+            device kind, that of the target.
+        memory, hints: as for `plan`, for the automatic plan.
+        remat, micro_batches, clip_grad_norm: as for `plan`, of the step that all plans are for.
         plans: names: `auto`, and those of `autoshard.manual.PLANS`; default `auto` and all that apply.
         others: name -> any other plan of the same program for the same mesh.
         target: also compile every plan for it, such as `tpu-v5e:2x4` or `h100:8`; its devices need not be present.

@@ -137,6 +137,33 @@ def _embedding_autograd(weight: torch.Tensor, indices: torch.Tensor, padding_idx
         return torch.ops.autoshard.embedding(weight, indices, padding_idx)
 
 
+class _EmbeddingGrad(torch.autograd.Function):  # type: ignore[misc]
+    """Linear in the gradient: what differentiates gradients (a penalty on them, MAML) looks rows up again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, indices: torch.Tensor, rows: int, padding_idx: int) -> torch.Tensor:
+        ctx.padding_idx = padding_idx
+        ctx.save_for_backward(indices)
+        with torch._C._AutoDispatchBelowAutograd():
+            out: torch.Tensor = torch.ops.autoshard.embedding_grad(grad, indices, rows, padding_idx)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, table: torch.Tensor) -> tuple[Any, ...]:
+        (indices,) = ctx.saved_tensors
+        grad = torch.ops.autoshard.embedding(table, indices, ctx.padding_idx)
+        if ctx.padding_idx >= 0:
+            grad = grad.masked_fill((indices == ctx.padding_idx).unsqueeze(-1), 0.0)
+        return grad, None, None, None
+
+
+def _embedding_grad_autograd(grad: torch.Tensor, indices: torch.Tensor, rows: int, padding_idx: int) -> Any:
+    if torch.is_grad_enabled() and grad.requires_grad:
+        return _EmbeddingGrad.apply(grad, indices, rows, padding_idx)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.autoshard.embedding_grad(grad, indices, rows, padding_idx)
+
+
 def _barrier_any(values: list[torch.Tensor], after: list[torch.Tensor]) -> list[torch.Tensor]:
     return [value.clone() for value in values]
 
@@ -155,6 +182,7 @@ _library.impl("einsum", _einsum_autograd, "Autograd")
 _library.impl("embedding", _embedding, "CompositeExplicitAutograd")
 _library.impl("embedding", _embedding_autograd, "Autograd")
 _library.impl("embedding_grad", _embedding_grad, "CompositeExplicitAutograd")
+_library.impl("embedding_grad", _embedding_grad_autograd, "Autograd")
 _library.impl("barrier", _barrier_any, "CompositeExplicitAutograd")
 _library.impl("barrier", _barrier_xla, "XLA")
 
