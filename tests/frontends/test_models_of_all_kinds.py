@@ -114,6 +114,16 @@ def learned_from(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.layer(F.embedding(places, m.table.weight - 0.5 * slope, padding_idx=0).flatten(1)[:, :8])
 
 
+def penalised(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """A penalty on slopes behind a checkpoint, which recomputes under `torch.autograd.grad`."""
+    h = m.layer(x)
+    out = checkpoint(lambda x: m.inner(x).tanh(), h, use_reentrant=False)
+    (slope,) = torch.autograd.grad(out.square().sum(), h, create_graph=True)
+    none = torch.autograd.grad(slope.sum(), [m.inner.weight, m.inner.bias], retain_graph=True, allow_unused=True)
+    zeros, _ = torch.autograd.grad([out], [m.unused.weight, h], [slope], retain_graph=True, materialize_grads=True)
+    return out + slope.square().mean() + none[0].mean() + zeros.sum()
+
+
 def nested(m: Any, x: torch.Tensor) -> torch.Tensor:
     def inner(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: m.layer(x).tanh(), x, use_reentrant=False).sin()
@@ -167,6 +177,7 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
     "compiled": (lambda m, x: m.inner(x), {"inner": lambda: torch.compile(nn.Linear(8, 8))}),
     "in parallel": (lambda m, x: m.inner(x), {"inner": lambda: nn.DataParallel(nn.Linear(8, 8))}),
     "pruned": (lambda m, x: m.inner(x), {"inner": lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.3)}),
+    "penalised": (penalised, {"inner": lambda: nn.Linear(8, 8), "unused": lambda: nn.Linear(2, 2)}),
     "ensemble": (ensemble, {"several": lambda: nn.ModuleList(nn.Linear(8, 4) for _ in range(3))}),
     "attention": (attention, {"attends": lambda: nn.MultiheadAttention(8, 2, batch_first=True)}),
     **{each.__name__: (each, {}) for each in (in_slices, counted, unpooled, rotated, nested)},

@@ -179,7 +179,21 @@ class _Region:
         with torch.no_grad():
             *behind, held = ops.barrier([*self.reads.values(), _bare(gradient.detach())], [])
         self.behind, self.gradient = dict(zip(self.reads, behind, strict=True)), [held]
-        return _wrapped(held, gradient)
+        held = _wrapped(held, gradient)
+        found: torch.Tensor = _Behind.apply(gradient, held) if gradient.requires_grad else held
+        return found
+
+
+class _Behind(torch.autograd.Function):  # type: ignore[misc]
+    """A gradient as it is behind a barrier, for what differentiates gradients again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
+        return behind
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return slope, None
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:

@@ -132,6 +132,9 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
         if func in (torch.Tensor.backward, torch.autograd.backward):  # checkpoints recompute in here
             with self:
                 return _backward(*args, **kwargs)
+        if func is torch.autograd.grad and not kwargs.get("is_grads_batched") and not _transforms():
+            with self:
+                return _gradients(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head_attention(*args, **kwargs)
         handler = None if _differentiates() else self.handlers.get(func)
@@ -153,9 +156,14 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
                 return func(*args, **kwargs)
 
 
+def _transforms() -> bool:
+    """Whether a transform of `torch.func` runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _differentiates() -> bool:
     """Whether a transform of `torch.func` takes derivatives here: it needs torch's own functions."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    if not _transforms():
         return False
     levels = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() in _DERIVATIVES for level in levels)
@@ -169,16 +177,36 @@ def _backward(
     grad_tensors: Any = None,
 ) -> None:  # fmt: skip
     """Either function from gradient edges: with tensors, torch 2.13 dispatches to the mode again, and leaves it."""
+    edges, gradients = _begun(tensors, gradient if grad_tensors is None else grad_tensors)
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    asked = None if inputs is None else [_edge(each) for each in inputs]
+    torch.autograd.backward(edges, gradients, retain_graph, create_graph, inputs=asked)
+
+
+def _gradients(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *, allow_unused: bool | None = None,
+    materialize_grads: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
+    """`torch.autograd.grad`, from and to gradient edges."""
+    edges, gradients = _begun(outputs, grad_outputs)
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    unused = materialize_grads if allow_unused is None else allow_unused
+    found = torch.autograd.grad(edges, [_edge(each) for each in inputs], gradients, allow_unused=unused, **settings)
+    if not materialize_grads:
+        return found
+    pairs = zip(found, inputs, strict=True)
+    return tuple(torch.zeros_like(each, requires_grad=True) if made is None else made for made, each in pairs)
+
+
+def _begun(tensors: Any, given: Any) -> tuple[list[Any], list[Any]]:
+    """The gradient edges of tensors, and their gradients: ones of single numbers, where none is given."""
     losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    given = gradient if grad_tensors is None else grad_tensors
     gradients = list(given) if isinstance(given, list | tuple) else [given] * len(losses)
     for i, (loss, own) in enumerate(zip(losses, gradients, strict=True)):
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
             ones = own is None and loss.numel() == 1
             gradients[i] = torch.ones_like(loss, memory_format=torch.preserve_format) if ones else own
-    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-    asked = None if inputs is None else [_edge(each) for each in inputs]
-    torch.autograd.backward([_edge(loss) for loss in losses], gradients, retain_graph, create_graph, inputs=asked)
+    return [_edge(loss) for loss in losses], gradients
 
 
 def _edge(tensor: Any) -> Any:
