@@ -109,6 +109,18 @@ def test_ops_that_torchax_cannot_lower_are_named() -> None:
         autoshard.capture(Pooled(), torch.zeros(1, 3, 8, 8), train=False, frontend="torchax")
 
 
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x: torch.autograd.grad(x.square().sum(), x.detach())[0], "does not require grad"),
+        (lambda x: torch.autograd.grad(x.detach().sum(), x)[0], "does not require grad"),
+        (lambda x: torch.autograd.grad(x, x)[0], "only for scalar outputs"),
+    ],
+)
+def test_gradients_that_pytorch_refuses(function: Callable[[torch.Tensor], Any], said: str) -> None:
+    assert said in refusal(lambda x: function((x * 1).requires_grad_()))
+
+
 def test_a_kernel_that_computes_on_the_cpu_given_placeholders_only() -> None:
     backward = torch.ops.aten.upsample_bilinear2d_backward
     with pytest.raises(CaptureError, match=r"module block.*upsample_bilinear2d_backward"):

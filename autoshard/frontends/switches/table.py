@@ -132,7 +132,7 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
         if func in (torch.Tensor.backward, torch.autograd.backward):  # checkpoints recompute in here
             with self:
                 return _backward(*args, **kwargs)
-        if func is torch.autograd.grad and not kwargs.get("is_grads_batched") and not _transforms():
+        if func is torch.autograd.grad and _recomputes(*args[:2], **kwargs):
             with self:
                 return _gradients(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -154,6 +154,12 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
                     return result
             with body_of_functional():
                 return func(*args, **kwargs)
+
+
+def _recomputes(outputs: Any, inputs: Any, is_grads_batched: bool = False, **_: Any) -> bool:
+    """Whether `torch.autograd.grad` may run checkpoints again: not where it fails, or under a transform."""
+    differentiable = all(each.requires_grad for each in (*outputs, *inputs) if isinstance(each, torch.Tensor))
+    return differentiable and not is_grads_batched and not _transforms()
 
 
 def _transforms() -> bool:
