@@ -227,9 +227,7 @@ def _share_with_parts(twin: torch.optim.Optimizer, of: torch.optim.Optimizer) ->
     group_of = dict(zip(map(id, of.param_groups), twin.param_groups, strict=True))
 
     def sharing(value: Any) -> Any:
-        if not isinstance(value, torch.optim.Optimizer) or not {id(group) for group in value.param_groups} <= {
-            *group_of
-        }:
+        if not isinstance(value, torch.optim.Optimizer) or any(id(each) not in group_of for each in value.param_groups):
             return value
         part = without_hooks(value)
         part.param_groups = [group_of[id(group)] for group in value.param_groups]
