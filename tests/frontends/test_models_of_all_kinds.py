@@ -104,6 +104,8 @@ def complex_products(m: Any, x: torch.Tensor) -> torch.Tensor:
     found = torch.view_as_complex(m.layer(x).view(16, 4, 2))
     weights = torch.complex(m.layer.weight[:4, :4], m.layer.weight[4:, 4:])
     turned = torch.einsum("bi,oi->bo", F.linear(found, weights), weights) @ weights.expand(2, 4, 4)
+    filled = found.masked_fill(found.real > 0, 1 + 2j) * weights[0]
+    turned = torch.addcmul(torch.addcdiv(turned, found, found + 4, value=1j), found, filled, value=2 - 1j)
     return torch.view_as_real(turned.view(2, 16, 4)).flatten(2)
 
 

@@ -134,7 +134,16 @@ SLICES = {
 }
 """Ops that begin or end at a position; torch_xla refuses one before the first."""
 
-BY_ARGUMENTS = REDUCTIONS | SLICES | {torch.ops.aten.addmm.default, torch.ops.aten.scatter.src}
+FACTORS = {
+    torch.ops.aten.masked_fill.Scalar,
+    torch.ops.aten.addcmul.default,
+    torch.ops.aten.addcdiv.default,
+}
+"""Ops with a number of which torch_xla takes the real part alone."""
+
+BY_ARGUMENTS = REDUCTIONS | SLICES | FACTORS | {
+    torch.ops.aten.addmm.default, torch.ops.aten.scatter.src, torch.ops.aten.div.Tensor
+}  # fmt: skip
 """Ops decomposed for some of their arguments."""
 
 
@@ -144,6 +153,11 @@ def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         return _reduced(op, args, kwargs)
     if op in SLICES:
         return _from_the_first(op, args, kwargs)
+    if op is torch.ops.aten.div.Tensor:
+        return _times_reciprocal if args[0].is_complex() else None
+    if op in FACTORS:
+        value = _argument(op, "value", args, kwargs)
+        return _OF_COMPLEX[op] if isinstance(value, complex) and value.imag else None
     if op is torch.ops.aten.scatter.src:
         return algebra.put if algebra.puts_one(*args, **kwargs) else None
     scales = (_argument(op, "beta", args, kwargs), _argument(op, "alpha", args, kwargs))
@@ -160,6 +174,18 @@ def _from_the_first(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return None
     named = _named(op, args[1:], kwargs) | before
     return lambda x, *_, **__: op(x, **named)
+
+
+def _times_reciprocal(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """A quotient of complex numbers, of which torch_xla says that it is real."""
+    return torch.ops.aten.mul.Tensor(x, torch.ops.aten.reciprocal.default(divisor))
+
+
+_OF_COMPLEX: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.masked_fill.Scalar: lambda x, mask, value: torch.where(mask, torch.full_like(x, value), x),
+    torch.ops.aten.addcmul.default: lambda x, a, b, *, value: x + a * b * value,
+    torch.ops.aten.addcdiv.default: lambda x, a, b, *, value: x + _times_reciprocal(a, b) * value,
+}
 
 
 def _scaled(product: Callable[..., Any]) -> Callable[..., Any]:
