@@ -46,7 +46,7 @@ _SURE = 0.05
 _FASTER = 1e-4
 """Fraction of a step by which a plan by hand must be faster."""
 _DEARER = 0.005
-"""Fraction of a step by which it is to be faster as it is than with all values annotated, not to be."""
+"""Fraction of a step by which it is to be faster as it is, than the best and than with all values annotated."""
 _ROUNDING = 1e-6
 """Relative rounding of recorded times, at most."""
 
@@ -141,7 +141,9 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
         elif _faster(scheduled, best, margin):
             pinned = _pinned(rival, graph, options).rescheduled()
             as_is = not pinned.fits or _faster(scheduled, pinned, -_DEARER)
-            best, count = scheduled if as_is else pinned, count + 1
+            taken = scheduled if as_is else pinned
+            if _faster(taken, best, -_DEARER if as_is else margin):  # where one is, others may be
+                best, count = taken, count + 1
         count -= 1
     return best
 
