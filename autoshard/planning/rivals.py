@@ -29,7 +29,7 @@ from autoshard.strategies.formulate import annotatable
 from autoshard.strategies.guard import UncompilableError, WrongNumbersError, guarded
 
 PREDICTED_OPS = 30_000
-"""Most predictions of plans by hand that are no faster, times ops of the program: they take two to five CPU seconds."""
+"""Most predictions of plans by hand that are no faster, times ops of the program; 1,000 take up to a CPU second."""
 _DOUBTED_OPS = 50_000
 """As many where the prices of kernels were far off: a choice by such prices says little."""
 _FAR_OFF = 1.25
@@ -108,8 +108,8 @@ def or_by_hand(found: Candidate, graph: Graph, options: PlanningOptions, hints: 
     """The solver's choice, or the plan by hand that is predicted faster within the same memory limit and hints.
 
     On a TPU it is to be no slower in sequence either: no schedule says which of its permutes hide. All values of a
-    faster one are annotated. A plan by hand that is equal to the choice, with an equal prediction, is taken as it is:
-    it pins fewer values, and compilers then combine more.
+    faster one are annotated, unless that is predicted dearer. A plan by hand that is equal to the choice, with an equal
+    prediction, is taken as it is: it pins fewer values, and compilers then combine more.
     """
     assert found.solver is not None
     proved = found.solver.gap is not None and found.solver.gap <= _SURE
