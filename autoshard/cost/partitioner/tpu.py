@@ -147,7 +147,7 @@ def scattered(
         return None
     if major > 1:
         short = down <= piece or part[row] % LANES == 0  # seen in 32 products over four devices
-        return Scattered() if part[row] % ROWS == 0 and short else None
+        return Scattered() if part[row] % (ROWS * packed) == 0 and short else None
     rows = max(unit // math.gcd(unit, across), unit // 2)
     fits = piece // across
     padded = _in_pieces(down, rows, fits) if fits >= rows else _up(down, rows)
