@@ -31,7 +31,7 @@ from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source
 from autoshard.verify.captured import CapturedStep, held_tensors
-from autoshard.verify.rounding import NEIGHBOURS, ROUNDING_SLACK, LastBits, apart, wide
+from autoshard.verify.rounding import NEIGHBOURS, ROUNDING_SLACK, LastBits, apart, wide, widened
 from autoshard.verify.run import TOLERANCE
 
 TOLD = 3.0
@@ -341,4 +341,5 @@ def _scales(exact: Numbers) -> dict[TensorKey, float]:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    finite = widened(tensor[tensor.isfinite()])
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -40,7 +40,7 @@ Numbers = Mapping[TensorKey, torch.Tensor]
 
 def scales(expected: Numbers) -> dict[TensorKey, float]:
     """What errors are relative to: 1 for parameters, else the tensor's largest element (but see `ZERO`)."""
-    largest = {key: float(each.double().abs().max()) if each.numel() else 1.0 for key, each in expected.items()}
+    largest = {key: float(widened(each).abs().max()) if each.numel() else 1.0 for key, each in expected.items()}
     of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
     return {
         key: 1.0 if key[0] == "parameters" else of_all if key[0] == "gradients" and each <= ZERO * of_all else each
@@ -56,15 +56,24 @@ def beyond(
     A gradient's error may be `tolerance` on the scale of the largest one: between two norms in a row a gradient depends
     on their epsilon alone, beyond float32's digits.
     """
-    largest = {key: float(each.double().abs().max()) if each.numel() else 0.0 for key, each in expected.items()}
+    largest = {key: float(widened(each).abs().max()) if each.numel() else 0.0 for key, each in expected.items()}
     of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
     cap = {key: max(most * each, tolerance * of_all if key[0] == "gradients" else 0.0) for key, each in largest.items()}
     return [key for key in keys if apart(found[key], expected[key]) > cap[key]]
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64, complex numbers by their two parts."""
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
+
+
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference; infinite for NaN."""
-    found = float((a.double() - b.double()).abs().max()) if b.numel() else 0.0
+    """The largest difference; NaN and infinities differ from all but themselves."""
+    if not b.numel():
+        return 0.0
+    a, b = widened(a), widened(b)
+    same = (a == b) | (a.isnan() & b.isnan())
+    found = float(torch.where(same, 0.0, (a - b).abs()).max())
     return math.inf if math.isnan(found) else found
 
 

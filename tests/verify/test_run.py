@@ -365,6 +365,14 @@ class Undecided(torch.nn.Module):
         return torch.relu(a * x - b * x - 0.4 * x).sum() + a * a + (self.other * x).sum()
 
 
+def test_numbers_are_apart_where_one_is_nan_or_imaginary():
+    nothing, one, far = math.nan, torch.tensor([1.0, 2.0]), torch.tensor([math.inf, 2.0])
+    assert rounding.apart(one, one) == rounding.apart(far, far) == 0.0
+    assert rounding.apart(torch.tensor([1.0, nothing]), torch.tensor([1.5, nothing])) == 0.5
+    assert rounding.apart(torch.tensor([1.0, nothing]), one) == rounding.apart(far, one) == math.inf
+    assert rounding.apart(torch.tensor([1 + 2j]), torch.tensor([1 + 5j])) == 3.0
+
+
 def test_a_gradient_behind_an_undecided_relu_is_told_apart_from_a_wrong_one():
     """Found with mobilenet_v1 at random weights: its gradients jump by 1 % where a weight's last bit changes."""
     x = (torch.ones(1),)
