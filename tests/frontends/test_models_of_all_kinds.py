@@ -126,6 +126,12 @@ def penalised(m: Any, x: torch.Tensor) -> torch.Tensor:
     return out + slope.square().mean() + none[0].mean() + zeros.sum()
 
 
+def into(m: Any, x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(16, 2, 8, device=x.device)
+    torch.matmul(x.detach().view(16, 2, 4), x[:4].detach(), out=made)
+    return m.layer(x) * made.sum(1) + torch.matmul(m.layer(x), x.T, out=None).sum()
+
+
 def nested(m: Any, x: torch.Tensor) -> torch.Tensor:
     def inner(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: m.layer(x).tanh(), x, use_reentrant=False).sin()
@@ -165,6 +171,13 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
         lambda m, x: m.wide(m.layer(x).view(2, 4, 4, 4)),
         {"wide": lambda: nn.Conv2d(4, 4, 3, groups=2, dilation=2, padding=2, padding_mode="circular")},
     ),
+    "pulled back": (lambda m, x: torch.func.vjp(torch.exp, m.layer(x))[1](x)[0] + m.layer(x), {}),
+    "slopes of a vector": (lambda m, x: torch.func.jacrev(torch.tanh)(m.layer(x)[0]), {}),
+    "places taken twice": (lambda m, x: m.layer(x).take(torch.tensor([0, 5, 5], device=x.device)), {}),
+    "whole powers": (lambda m, x: m.layer(x) * (torch.arange(8, device=x.device) ** 2 + 2 ** x.argsort(1)), {}),
+    "remainders of nothing": (lambda m, x: torch.fmod(m.layer(x), 3.0) + torch.fmod(x, torch.inf), {}),
+    "many counted": (lambda m, x: m.layer(x) * (x > -9).repeat(20, 1).cumsum(0)[304:], {}),
+    "frequencies": (lambda m, x: m.layer(x) * torch.fft.fftfreq(8, 0.5, device=x.device), {}),
     "nested results": (lambda m, x: Pair(m.layer(x), [x, {"more": (x.sum(), None, 3)}]), {}),
     "result of a class": (lambda m, x: {"found": m.layer(x), "again": (m.layer(x), None)}, {}),
     "no rows": (lambda m, x: torch.cat([m.layer(x), m.layer(x[:0])]), {}),
@@ -182,7 +195,7 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
     "penalised": (penalised, {"inner": lambda: nn.Linear(8, 8), "unused": lambda: nn.Linear(2, 2)}),
     "ensemble": (ensemble, {"several": lambda: nn.ModuleList(nn.Linear(8, 4) for _ in range(3))}),
     "attention": (attention, {"attends": lambda: nn.MultiheadAttention(8, 2, batch_first=True)}),
-    **{each.__name__: (each, {}) for each in (in_slices, counted, unpooled, rotated, nested)},
+    **{each.__name__: (each, {}) for each in (in_slices, counted, unpooled, rotated, nested, into)},
 }  # fmt: skip
 
 

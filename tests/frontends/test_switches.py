@@ -209,6 +209,10 @@ CASES: dict[str, Case] = {
     "nearest to a size": (lambda i: F.interpolate(i, size=(15, 5), mode="nearest-exact"), (image,)),
     "nearest to an odd size": (lambda i: F.interpolate(i, size=(7, 3)), (image,)),
     "nearest by a fraction": (lambda i: F.interpolate(i, scale_factor=1.5, mode="nearest-exact"), (image,)),
+    "nearest to as many": (lambda i: F.interpolate(i, scale_factor=(1.1, 2.1)), (image,)),
+    "bicubic to as many": (  # PyTorch's own gradient is that of a copy
+        lambda i: F.interpolate(i.detach(), scale_factor=1.1, mode="bicubic") + i, (image,),
+    ),
     "bicubic": (lambda i: F.interpolate(i, scale_factor=2, mode="bicubic"), (image,)),
     "bicubic by corners": (
         lambda i: F.interpolate(i, size=(3, 9), mode="bicubic", align_corners=True), (image,),

@@ -109,7 +109,7 @@ def _interpolate(
     for dim, (new, old, factor) in enumerate(zip(into, extents, exact, strict=True), 2):
         if mode in ("nearest", "nearest-exact"):
             input = interpolation.nearest(input, dim, new, factor, mode == "nearest-exact")
-        elif new != old:
+        elif new != old or (mode == "bicubic" and factor not in (None, 1)):
             weights = interpolation.weights_of(mode, old, new, factor, bool(align_corners), input)
             if weights is None:
                 return UNTOUCHED

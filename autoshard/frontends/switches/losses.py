@@ -71,20 +71,16 @@ def cdist(
     return torch.where(same, 0.0, torch.where(same, 1.0, total) ** (1 / p))
 
 
-def solve(A: torch.Tensor, B: torch.Tensor, *, left: bool = True, out: torch.Tensor | None = None) -> Any:
+def solve(A: torch.Tensor, B: torch.Tensor, *, left: bool = True) -> Any:
     """`torch.linalg.solve` by the inverse, as torch_xla lacks LU."""
-    if out is not None:
-        return NotImplemented
     inverse, vectors = torch.linalg.inv(A), B.dim() == 1 or B.shape == A.shape[:-1]
     if vectors:
         return torch.matmul(inverse, B.unsqueeze(-1)).squeeze(-1)
     return torch.matmul(inverse, B) if left else torch.matmul(B, inverse)
 
 
-def slogdet(A: torch.Tensor, *, out: Any = None) -> Any:
+def slogdet(A: torch.Tensor) -> Any:
     """`torch.linalg.slogdet`; its gradient, of first order only, is by the inverse."""
-    if out is not None:
-        return NotImplemented
     with torch.no_grad():
         sign, log = torch.ops.aten._linalg_slogdet.default(A)[:2]
         slope = torch.linalg.inv(A).mT

@@ -139,7 +139,8 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
             return self._multi_head_attention(*args, **kwargs)
         handler = None if _differentiates() else self.handlers.get(func)
         if handler is not None and any(on_xla(a) for a in (*args, *kwargs.values())):
-            result = handler(*args, **kwargs)
+            call = handler if func in _FACTORIES else partial(_into, handler)
+            result = call(*args, **kwargs)
             if result is not UNTOUCHED:
                 return result
         return func(*args, **kwargs)
@@ -156,9 +157,22 @@ class _Replace(TorchFunctionMode):  # type: ignore[misc]
                 return func(*args, **kwargs)
 
 
+def _into(handler: Handler, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    """A handler's result, copied into `out` where one tensor of its type is given."""
+    result = handler(*args, **kwargs)
+    if out is None or result is UNTOUCHED:
+        return result
+    alike = isinstance(result, torch.Tensor) and (result.shape, result.dtype) == (out.shape, out.dtype)
+    return out.copy_(result) if alike else UNTOUCHED
+
+
 def _recomputes(outputs: Any, inputs: Any, is_grads_batched: bool = False, **_: Any) -> bool:
     """Whether `torch.autograd.grad` may run checkpoints again: not where it fails, or under a transform."""
-    differentiable = all(each.requires_grad for each in (*outputs, *inputs) if isinstance(each, torch.Tensor))
+    differentiable = all(
+        each.requires_grad and torch._C._functorch.unwrap_if_dead(each) is each  # as `torch.func.vjp` gives them
+        for each in (*outputs, *inputs)
+        if isinstance(each, torch.Tensor)
+    )
     return differentiable and not is_grads_batched and not _transforms()
 
 
@@ -444,7 +458,8 @@ def _written_into(factory: Any, *args: Any, out: Any = None, **kwargs: Any) -> A
     return out.copy_(made) if made.shape == out.shape else UNTOUCHED
 
 
-for _factory in (torch.eye, torch.arange, torch.full, torch.zeros, torch.ones, torch.linspace, torch.logspace):
+_FACTORIES = (torch.eye, torch.arange, torch.full, torch.zeros, torch.ones, torch.linspace, torch.logspace)
+for _factory in _FACTORIES:
     replaces("losses", _factory)(partial(_written_into, _factory))
 for _rank, _mean in enumerate((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), 1):
     replaces("pools", _mean)(partial(pools.adaptive_average, rank=_rank))

@@ -145,13 +145,18 @@ def _binary(names: str, function: Callable[[Any, Any], Any]) -> None:
     lowers(names, numbers=True)(lowering)
 
 
+def _power(x: Any, y: Any) -> Any:
+    """Powers of two arrays of one dtype and shape; lax has none of integers."""
+    return jnp.power(x, y) if jnp.issubdtype(x.dtype, jnp.integer) else lax.pow(x, y)
+
+
 _OF_BOOLS = {lax.add: lax.bitwise_or, lax.mul: lax.bitwise_and, lax.max: lax.bitwise_or, lax.min: lax.bitwise_and}
 """Arithmetic of bools in torch."""
 
 for _names, _function2 in {
     "add.Tensor add.Scalar": lax.add, "sub.Tensor sub.Scalar": lax.sub, "mul.Tensor mul.Scalar": lax.mul,
     "div.Tensor div.Scalar": lax.div, "maximum": lax.max, "minimum": lax.min,
-    "pow.Tensor_Tensor pow.Scalar": lax.pow, "atan2": lax.atan2,
+    "pow.Tensor_Tensor pow.Scalar": _power, "atan2": lax.atan2, "fmod.Tensor fmod.Scalar": lax.rem,
     "bitwise_and.Tensor bitwise_and.Scalar": lax.bitwise_and, "bitwise_or.Tensor bitwise_or.Scalar": lax.bitwise_or,
     "bitwise_xor.Tensor bitwise_xor.Scalar": lax.bitwise_xor,
     "logical_and": lax.bitwise_and, "logical_or": lax.bitwise_or, "logical_xor": lax.bitwise_xor,
@@ -170,7 +175,9 @@ def _rsub(out: Types, x: Any, y: Any, alpha: Any = 1) -> Any:
 @lowers("pow.Tensor_Scalar")
 def _pow(out: Types, x: Any, exponent: Any) -> Any:
     x = cast(x, out[0].dtype)
-    return lax.pow(x, spread(cast(exponent, x.dtype), x.shape))
+    if isinstance(exponent, int) and exponent >= 0 and jnp.issubdtype(x.dtype, jnp.integer):
+        return lax.integer_pow(x, exponent)
+    return _power(x, spread(cast(exponent, x.dtype), x.shape))
 
 
 def _compare(names: str, function: Callable[[Any, Any], Any]) -> None:
@@ -254,6 +261,8 @@ def _gelu_inner(x: Any) -> Any:
 
 @lowers("gelu_backward")
 def _gelu_backward(out: Types, grad: Any, x: Any, approximate: str = "none") -> Any:
+    grad, x = spread(grad, out[0].shape), spread(x, out[0].shape)
+
     def number(value: float) -> Any:
         return lax.full_like(x, value)
 
@@ -273,27 +282,32 @@ def _gelu_backward(out: Types, grad: Any, x: Any, approximate: str = "none") -> 
 
 @lowers("silu_backward")
 def _silu_backward(out: Types, grad: Any, x: Any) -> Any:
+    grad, x = spread(grad, out[0].shape), spread(x, out[0].shape)
     one, s = lax.full_like(x, 1), lax.logistic(x)
     return lax.mul(lax.mul(grad, s), lax.add(one, lax.mul(x, lax.sub(one, s))))
 
 
 @lowers("sigmoid_backward")
 def _sigmoid_backward(out: Types, grad: Any, y: Any) -> Any:
+    grad, y = spread(grad, out[0].shape), spread(y, out[0].shape)
     return lax.mul(lax.mul(grad, lax.sub(lax.full_like(y, 1), y)), y)
 
 
 @lowers("tanh_backward")
 def _tanh_backward(out: Types, grad: Any, y: Any) -> Any:
+    grad, y = spread(grad, out[0].shape), spread(y, out[0].shape)
     return lax.mul(grad, lax.sub(lax.full_like(y, 1), lax.mul(y, y)))
 
 
 @lowers("threshold_backward")
 def _threshold_backward(out: Types, grad: Any, x: Any, threshold: Any) -> Any:
+    grad, x = spread(grad, out[0].shape), spread(x, out[0].shape)
     return lax.select(lax.gt(x, lax.full_like(x, threshold)), cast(grad, x.dtype), lax.full_like(x, 0))
 
 
 @lowers("hardtanh_backward")
 def _hardtanh_backward(out: Types, grad: Any, x: Any, low: Any, high: Any) -> Any:
+    grad, x = spread(grad, out[0].shape), spread(x, out[0].shape)
     inside = lax.bitwise_and(lax.gt(x, lax.full_like(x, low)), lax.lt(x, lax.full_like(x, high)))
     return lax.select(inside, grad, lax.full_like(grad, 0))
 
@@ -305,6 +319,7 @@ def _leaky_relu(out: Types, x: Any, slope: Any = 0.01) -> Any:
 
 @lowers("leaky_relu_backward", numbers=True)
 def _leaky_relu_backward(out: Types, grad: Any, x: Any, slope: Any, is_result: bool) -> Any:
+    grad, x = spread(grad, out[0].shape), spread(x, out[0].shape)
     return _leaks(grad, x, slope)
 
 
@@ -475,6 +490,11 @@ def _all(out: Types, x: Any, dims: Any = None, keepdim: bool = False) -> Any:
 @lowers("cumsum")
 def _cumsum(out: Types, x: Any, dim: int, dtype: Any = None) -> Any:
     return _cumulative(lax.add, cast(x, out[0].dtype), dim, 0)
+
+
+@lowers("cumprod")
+def _cumprod(out: Types, x: Any, dim: int, dtype: Any = None) -> Any:
+    return _cumulative(lax.mul, cast(x, out[0].dtype), dim, 1)
 
 
 @lowers("cummax")

@@ -232,6 +232,13 @@ def index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = Fa
     return scatter(x, where, updates, numbers, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
+@lowers("put")
+def _put(out: Types, x: Any, at: Any, values: Any, accumulate: bool = False) -> Any:
+    """Write or add to elements of the flattened tensor; one that is named twice is added to twice."""
+    flat = index_put(lax.reshape(x, (x.size,)), [lax.reshape(at, (at.size,))], values.ravel(), accumulate)
+    return lax.reshape(flat, x.shape)
+
+
 @lowers("autoshard::embedding")
 def _own_embedding(out: Types, weight: Any, indices: Any, padding_idx: int) -> Any:
     return index(out, weight, [indices])

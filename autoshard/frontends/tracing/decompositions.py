@@ -82,6 +82,7 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten._fft_r2c.default: fourier.fft_r2c,
         aten._fft_c2c.default: fourier.fft_c2c,
         aten._fft_c2r.default: fourier.fft_c2r,
+        aten.fft_fftfreq.default: fourier.fftfreq,
         aten.randperm.default: _permutation,
         aten.randperm.generator: _permutation,
         aten.addmv.default: _scaled(aten.mv.default),
@@ -142,7 +143,8 @@ FACTORS = {
 """Ops with a number of which torch_xla takes the real part alone."""
 
 BY_ARGUMENTS = REDUCTIONS | SLICES | FACTORS | {
-    torch.ops.aten.addmm.default, torch.ops.aten.scatter.src, torch.ops.aten.div.Tensor
+    torch.ops.aten.addmm.default, torch.ops.aten.cumsum.default, torch.ops.aten.div.Tensor,
+    torch.ops.aten.scatter.src,
 }  # fmt: skip
 """Ops decomposed for some of their arguments."""
 
@@ -155,6 +157,9 @@ def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
         return _from_the_first(op, args, kwargs)
     if op is torch.ops.aten.div.Tensor:
         return _times_reciprocal if args[0].is_complex() else None
+    if op is torch.ops.aten.cumsum.default:
+        whole = not args[0].is_floating_point() and not args[0].is_complex()
+        return _counted if whole and args[0].dtype != (kwargs.get("dtype") or torch.int64) else None
     if op in FACTORS:
         value = _argument(op, "value", args, kwargs)
         return _OF_COMPLEX[op] if isinstance(value, complex) and value.imag else None
@@ -179,6 +184,11 @@ def _from_the_first(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def _times_reciprocal(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     """A quotient of complex numbers, of which torch_xla says that it is real."""
     return torch.ops.aten.mul.Tensor(x, torch.ops.aten.reciprocal.default(divisor))
+
+
+def _counted(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A cumulative sum of integers, which torch_xla takes in their own dtype."""
+    return torch.ops.aten.cumsum.default(x.to(dtype or torch.int64), dim, dtype=dtype)
 
 
 _OF_COMPLEX: dict[Any, Callable[..., Any]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -190,3 +191,9 @@ def _transformed(pair: tuple[torch.Tensor, torch.Tensor], dim: int, forward: boo
         _times(real, cos, dim) - _times(imaginary, sin, dim),
         _times(real, sin, dim) + _times(imaginary, cos, dim),
     )
+
+
+def fftfreq(n: int, d: float = 1.0, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    """`torch.fft.fftfreq`, whose own kernel writes into slices."""
+    at = torch.arange(n, dtype=dtype or torch.get_default_dtype(), device=device)
+    return torch.where(at < (n + 1) // 2, at, at - n) * (1 / (n * d))
