@@ -14,11 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 ENTRIES = [
     "gan-of-two-optimizers",
     "average-of-weights",
-    "gcn-scatter",
     "windowed-attention",
     "checkpoints-of-both-kinds",
     "selective-checkpointing",
-    "attention-of-grouped-queries",
 ]
 
 

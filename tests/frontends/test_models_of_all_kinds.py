@@ -178,6 +178,9 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
     "remainders of nothing": (lambda m, x: torch.fmod(m.layer(x), 3.0) + torch.fmod(x, torch.inf), {}),
     "many counted": (lambda m, x: m.layer(x) * (x > -9).repeat(20, 1).cumsum(0)[304:], {}),
     "frequencies": (lambda m, x: m.layer(x) * torch.fft.fftfreq(8, 0.5, device=x.device), {}),
+    "backwards": (
+        lambda m, x: m.layer(x) * (x.argsort(1).to(torch.uint8) * 36).sort(1, descending=True)[0].float(), {},
+    ),
     "nested results": (lambda m, x: Pair(m.layer(x), [x, {"more": (x.sum(), None, 3)}]), {}),
     "result of a class": (lambda m, x: {"found": m.layer(x), "again": (m.layer(x), None)}, {}),
     "no rows": (lambda m, x: torch.cat([m.layer(x), m.layer(x[:0])]), {}),
@@ -252,6 +255,21 @@ def loss_of(found: Any) -> torch.Tensor:
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_single_numbers_and_narrow_products_without_torch_xla() -> None:
+    """torch_xla refuses both."""
+
+    def body(m: Any, x: torch.Tensor) -> Any:
+        narrow = (x.argsort(1) + 1).to(torch.int8)
+        return m.layer(x).sum().sort()[0], x.sum().topk(1)[1], x[:0].cumsum(0), narrow.cumprod(1)
+
+    model, x = Net(body), torch.randn(16, 8)
+    program = autoshard.capture(model, x, train=False, frontend="torchax")
+    made = Run(program, model)(x)
+    outputs = [made[output.name] for output in program.outputs if output.role == "output"]
+    for mine, theirs in zip(outputs, model(x), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)

@@ -35,11 +35,10 @@ def captured(source, device):
 def test_collectives_are_as_compiled(source, device):
     mesh, program = Mesh((2, 2, 2, 2), device=device), captured(source, device)
     graph = build_graph(program)
-    seeds = (1, 2) if device.startswith("tpu") else (0, 1)  # libtpu refuses 0: a slice of 64 of a dim of 32
-    drawn = [plan_of(graph, mesh, random_annotations(graph, mesh, seed)) for seed in seeds]
-    for plan in (plan_program(program, mesh), *drawn):
+    drawn = plan_of(graph, mesh, random_annotations(graph, mesh, 1))  # libtpu refuses 0: a slice of 64 of a dim of 32
+    for plan in (plan_program(program, mesh), drawn):
         report = verify_plan(loads(dumps(plan)), source)
-        assert report.fidelity.value <= (0.1 if plan in drawn else 0.01), str(report)  # on TPU 5.5 % of a drawn one
+        assert report.fidelity.value <= (0.1 if plan is drawn else 0.01), str(report)  # on TPU 5.5 % of the drawn one
 
 
 def test_numbers_are_equal_on_sixteen_devices(source):

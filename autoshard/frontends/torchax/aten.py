@@ -508,7 +508,7 @@ def _cummax(out: Types, x: Any, dim: int) -> Any:
 
 
 def _cumulative(combine: Callable[[Any, Any], Any], x: Any, dim: int, start: Any) -> Any:
-    if not x.ndim:
+    if not x.size or not x.ndim:
         return x
     window, padding = [1] * x.ndim, [(0, 0)] * x.ndim
     window[dim], padding[dim] = x.shape[dim], (x.shape[dim] - 1, 0)

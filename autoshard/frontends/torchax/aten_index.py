@@ -321,21 +321,30 @@ lowers("max_unpool3d")(lambda out, x, at, *_: _max_unpool(out, x, at, 3))
 # Sorts.
 
 
+def _backwards(x: Any) -> Any:
+    """What sorts the other way round, of the least integers and unsigned ones too; its own inverse."""
+    return lax.neg(x) if jnp.issubdtype(x.dtype, jnp.floating) else lax.bitwise_not(x)
+
+
 @lowers("topk")
 def _topk(out: Types, x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not x.ndim:
+        return (x, np.zeros((), np.int64)) if k else (full(0, out[0]), full(0, out[1]))
     dim %= x.ndim
     order = [d for d in range(x.ndim) if d != dim] + [dim]
     back = [order.index(d) for d in range(x.ndim)]
     turned = lax.transpose(x, order)
-    values, places = lax.top_k(turned if largest else lax.neg(turned), k)
-    values = values if largest else lax.neg(values)
+    values, places = lax.top_k(turned if largest else _backwards(turned), k)
+    values = values if largest else _backwards(values)
     return lax.transpose(values, back), cast(lax.transpose(places, back), jnp.int64)
 
 
 @lowers("sort sort.stable")
 def _sort(out: Types, x: Any, dim: int = -1, descending: bool = False, stable: Any = None) -> Any:
+    if not x.ndim:
+        return x, np.zeros((), np.int64)
     places = lax.broadcasted_iota(jnp.int64, x.shape, dim % x.ndim)
-    keys = lax.neg(x) if descending else x
+    keys = _backwards(x) if descending else x
     keys, values, places = lax.sort((keys, x, places), dimension=dim % x.ndim, num_keys=1, is_stable=True)
     return values, places
 
