@@ -132,6 +132,14 @@ def into(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.layer(x) * made.sum(1) + torch.matmul(m.layer(x), x.T, out=None).sum()
 
 
+def quotients(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of integers beyond float32's digits."""
+    large = (x.argsort(1) - 4) * 123_456_789_011
+    narrow = x.argsort(0).to(torch.int32) * 143_165_577
+    found = large // 1237 % 5 + large.div(x.argsort(0) + 7, rounding_mode="trunc") % 3 + narrow // 7 % 11
+    return m.layer(x) * (found + 5 % (x.argsort(1) + 1))
+
+
 def nested(m: Any, x: torch.Tensor) -> torch.Tensor:
     def inner(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: m.layer(x).tanh(), x, use_reentrant=False).sin()
@@ -198,7 +206,7 @@ MODELS: dict[str, tuple[Body, dict[str, Callable[[], nn.Module]]]] = {
     "penalised": (penalised, {"inner": lambda: nn.Linear(8, 8), "unused": lambda: nn.Linear(2, 2)}),
     "ensemble": (ensemble, {"several": lambda: nn.ModuleList(nn.Linear(8, 4) for _ in range(3))}),
     "attention": (attention, {"attends": lambda: nn.MultiheadAttention(8, 2, batch_first=True)}),
-    **{each.__name__: (each, {}) for each in (in_slices, counted, unpooled, rotated, nested, into)},
+    **{each.__name__: (each, {}) for each in (in_slices, counted, unpooled, rotated, nested, into, quotients)},
 }  # fmt: skip
 
 

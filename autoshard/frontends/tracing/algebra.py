@@ -42,6 +42,31 @@ def searchsorted(
     return before.sum(-1).to(torch.int32 if out_int32 else torch.int64)
 
 
+def divided(a: Any, b: Any, *, rounding: str, **_named: Any) -> torch.Tensor:
+    """A quotient of 32- or 64-bit integers, rounded by `floor` or `trunc`.
+
+    It adds up float32 quotients of what is left, until nothing is.
+    """
+    dtype = torch.result_type(a, b)
+    a, b = (each.to(dtype) if isinstance(each, torch.Tensor) else each for each in (a, b))
+    if not isinstance(a, torch.Tensor):
+        a = torch.full_like(b, a)
+    left = a - (torch.remainder(a, b) if rounding == "floor" else torch.fmod(a, b))
+    divisor = b.to(torch.float32) if isinstance(b, torch.Tensor) else float(b)
+    found = None
+    for _ in range(2 if dtype is torch.int32 else 3):  # each leaves 2^-23 of it
+        part = (left.to(torch.float32) / divisor).round().to(dtype)
+        left = left - part * b
+        found = part if found is None else found + part
+    assert found is not None
+    return found
+
+
+def remainder_of_number(number: float, divisor: torch.Tensor) -> torch.Tensor:
+    """`torch.remainder` of a Python number."""
+    return torch.remainder(torch.full_like(divisor, number, dtype=torch.result_type(number, divisor)), divisor)
+
+
 def logcumsumexp(x: torch.Tensor, dim: int) -> torch.Tensor:
     """By doubling (after step k each position holds the sum of 2^k elements), so that nothing overflows."""
     size = x.shape[dim] if x.dim() else 1

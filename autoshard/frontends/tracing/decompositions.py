@@ -51,6 +51,7 @@ def _own() -> dict[Any, Callable[..., Any]]:
         aten.searchsorted.Tensor: algebra.searchsorted,
         aten.searchsorted.Scalar: algebra.searchsorted,
         aten.logcumsumexp.default: algebra.logcumsumexp,
+        aten.remainder.Scalar_Tensor: algebra.remainder_of_number,
         aten.cummin.default: algebra.cummin,
         aten.lgamma.default: special.lgamma,
         aten.digamma.default: special.digamma,
@@ -142,7 +143,15 @@ FACTORS = {
 }
 """Ops with a number of which torch_xla takes the real part alone."""
 
-BY_ARGUMENTS = REDUCTIONS | SLICES | FACTORS | {
+DIVISIONS = {
+    torch.ops.aten.floor_divide.default,
+    torch.ops.aten.floor_divide.Scalar,
+    torch.ops.aten.div.Tensor_mode,
+    torch.ops.aten.div.Scalar_mode,
+}
+"""Divisions to whole numbers; torch_xla divides float32, whose quotients of integers are off beyond 2^24."""
+
+BY_ARGUMENTS = REDUCTIONS | SLICES | FACTORS | DIVISIONS | {
     torch.ops.aten.addmm.default, torch.ops.aten.cumsum.default, torch.ops.aten.div.Tensor,
     torch.ops.aten.scatter.src,
 }  # fmt: skip
@@ -160,6 +169,10 @@ def instead_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cal
     if op is torch.ops.aten.cumsum.default:
         whole = not args[0].is_floating_point() and not args[0].is_complex()
         return _counted if whole and args[0].dtype != (kwargs.get("dtype") or torch.int64) else None
+    if op in DIVISIONS:
+        rounding = _argument(op, "rounding_mode", args, kwargs) if op._overloadname.endswith("mode") else "floor"
+        wide = torch.result_type(*args[:2]) in (torch.int32, torch.int64)
+        return partial(algebra.divided, rounding=rounding) if wide and rounding else None
     if op in FACTORS:
         value = _argument(op, "value", args, kwargs)
         return _OF_COMPLEX[op] if isinstance(value, complex) and value.imag else None
