@@ -31,7 +31,7 @@ from autoshard.plans.value import Plan
 from autoshard.program import Program
 from autoshard.sources import Source
 from autoshard.verify.captured import CapturedStep, held_tensors
-from autoshard.verify.rounding import NEIGHBOURS, ROUNDING_SLACK, LastBits, apart, wide, widened
+from autoshard.verify.rounding import NEIGHBOURS, ROUNDING_SLACK, LastBits, apart, largest_of, wide
 from autoshard.verify.run import TOLERANCE
 
 TOLD = 3.0
@@ -216,13 +216,13 @@ class EagerSteps:
                 if key not in ours:
                     if theirs.dim() == 0 and key[0] == "optimizer_state":
                         continue  # counters are on the host
-                    lost = Off(key, step, math.inf, 0.0, _largest(theirs), scales[key])
+                    lost = Off(key, step, math.inf, 0.0, largest_of(theirs), scales[key])
                     return Comparison(count, math.inf, f"{named(key)} is not in the program", (), 0, (lost,), len(own))
                 count += 1
-                moved = apart(theirs, begun[key]) if key in begun else _largest(theirs)
+                moved = apart(theirs, begun[key]) if key in begun else largest_of(theirs)
                 alone = [apart(run[step][key], exact[key]) for run in (self.eager, *neighbours)]
                 own[key] = max(own[key], *alone)
-                largest = _largest(exact[key])
+                largest = largest_of(exact[key])
                 allowed = TOLERANCE * largest + ROUNDING_SLACK * own[key]
                 here = Off(key, step, apart(ours[key], exact[key]), allowed, largest, scales[key])
                 if not (theirs.is_floating_point() or theirs.is_complex()) or not moved:
@@ -329,7 +329,7 @@ def named(key: TensorKey) -> str:
 
 
 def _scales(exact: Numbers) -> dict[TensorKey, float]:
-    largest = {key: _largest(tensor) for key, tensor in exact.items()}
+    largest = {key: largest_of(tensor) for key, tensor in exact.items()}
     of_sort: dict[str, float] = {}
 
     def sort(key: TensorKey) -> str:
@@ -338,8 +338,3 @@ def _scales(exact: Numbers) -> dict[TensorKey, float]:
     for key, each in largest.items():
         of_sort[sort(key)] = max(each, of_sort.get(sort(key), 0.0))
     return {key: of_sort[sort(key)] for key in largest}
-
-
-def _largest(tensor: Tensor) -> float:
-    finite = widened(tensor[tensor.isfinite()])
-    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -40,7 +40,7 @@ Numbers = Mapping[TensorKey, torch.Tensor]
 
 def scales(expected: Numbers) -> dict[TensorKey, float]:
     """What errors are relative to: 1 for parameters, else the tensor's largest element (but see `ZERO`)."""
-    largest = {key: float(widened(each).abs().max()) if each.numel() else 1.0 for key, each in expected.items()}
+    largest = {key: largest_of(each, 1.0) for key, each in expected.items()}
     of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
     return {
         key: 1.0 if key[0] == "parameters" else of_all if key[0] == "gradients" and each <= ZERO * of_all else each
@@ -56,7 +56,7 @@ def beyond(
     A gradient's error may be `tolerance` on the scale of the largest one: between two norms in a row a gradient depends
     on their epsilon alone, beyond float32's digits.
     """
-    largest = {key: float(widened(each).abs().max()) if each.numel() else 0.0 for key, each in expected.items()}
+    largest = {key: largest_of(each) for key, each in expected.items()}
     of_all = max((each for (kind, _), each in largest.items() if kind == "gradients"), default=0.0)
     cap = {key: max(most * each, tolerance * of_all if key[0] == "gradients" else 0.0) for key, each in largest.items()}
     return [key for key in keys if apart(found[key], expected[key]) > cap[key]]
@@ -65,6 +65,12 @@ def beyond(
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """In float64, complex numbers by their two parts."""
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
+
+
+def largest_of(tensor: torch.Tensor, empty: float = 0.0) -> float:
+    """The largest finite element; `empty` where there is none."""
+    finite = widened(tensor[tensor.isfinite()])
+    return float(finite.abs().max()) if finite.numel() else empty
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -370,6 +370,8 @@ def test_numbers_are_apart_where_one_is_nan_or_imaginary():
     assert rounding.apart(one, one) == rounding.apart(far, far) == 0.0
     assert rounding.apart(torch.tensor([1.0, nothing]), torch.tensor([1.5, nothing])) == 0.5
     assert rounding.apart(torch.tensor([1.0, nothing]), one) == rounding.apart(far, one) == math.inf
+    expected, found = torch.tensor([1.0, nothing]), torch.tensor([1.5, nothing])
+    assert rounding.off({("outputs", ""): found}, {("outputs", ""): expected}, 1e-5) == [("outputs", "")]
     assert rounding.apart(torch.tensor([1 + 2j]), torch.tensor([1 + 5j])) == 3.0
 
 
