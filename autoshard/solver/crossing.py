@@ -65,7 +65,7 @@ class Crossing:
         """Try prices until the gap is at most `close`, or time is over; those that repeat for longer, once."""
         self._deadline = deadline
         prices, tried = self.prices, list[Array]()
-        while len(tried) < ROUNDS and time.perf_counter() < deadline:
+        while len(tried) < ROUNDS and time.process_time() < deadline:
             again = sum(np.allclose(prices, other, rtol=SAME, atol=0.0) for other in tried)
             if again > 1:
                 return
@@ -128,7 +128,7 @@ class Crossing:
         room = np.full(len(rows), np.inf)
         np.minimum.at(room, same.ravel(), -less.over[binding] / self._unit)
         kept = _unimplied(rows, room)
-        left = max(0.0, self._deadline - time.perf_counter())
+        left = max(0.0, self._deadline - time.process_time())
         found = milp(
             costs / scale,
             integrality=np.ones(len(parts), np.int64),

@@ -193,7 +193,7 @@ class Dual:
         self._halted = False
         for step in range(sweeps):
             bound = self.sweep()
-            if self.bound >= upper or self.impossible or time.perf_counter() > deadline or self._halted:
+            if self.bound >= upper or self.impossible or time.process_time() > deadline or self._halted:
                 break
             gap = upper - bound if math.isfinite(upper) else 0.02 * abs(bound)
             if len(self.room):
@@ -262,7 +262,7 @@ class Dual:
         The multiplier rule on trial may have led the latest sweep astray; the best bound may be many sweeps old.
         """
         one = self._improve(self.x.copy(), deadline)
-        if np.array_equal(self._latest, self.x) or time.perf_counter() > deadline:
+        if np.array_equal(self._latest, self.x) or time.process_time() > deadline:
             return one
         two = self._improve(self._latest.copy(), deadline)
         return one if two is None or (one is not None and self.net.value(one) <= self.net.value(two)) else two
@@ -277,7 +277,7 @@ class Dual:
         smallest = 1e-13 * max(abs(self.bound), 1e-300) if math.isfinite(self.bound) else 0.0
         for _ in range(PASSES):
             moved = self._kernels.descend(x, self.memory(), self._costs(), smallest)
-            if not moved or time.perf_counter() > deadline:
+            if not moved or time.process_time() > deadline:
                 break
         return self.named(x)
 
@@ -295,7 +295,7 @@ class Dual:
             steps = min(STEPS, left)
             outcome = self._kernels.repair(x, banned, self.memory(), self._costs(), steps)
             left -= steps
-            if outcome != 0 or time.perf_counter() > deadline:
+            if outcome != 0 or time.process_time() > deadline:
                 return bool(outcome > 0)
         return False
 

@@ -43,7 +43,7 @@ def exact_minimum(
         net: not modified.
         largest: most entries of a table.
         work: most additions in all.
-        deadline: `time.perf_counter()` at which to give up.
+        deadline: `time.process_time()` at which to give up.
     """
     order = elimination_order(net)
     tables: defaultdict[int, dict[int, Table]] = defaultdict(dict)  # per node the tables over it, by number
@@ -107,7 +107,7 @@ class _Budget:
     def spend(self, entries: float, additions: float) -> None:
         """Charge a table's work to the budget."""
         self.work -= additions
-        if entries > self.largest or self.work < 0 or time.perf_counter() > self.deadline:
+        if entries > self.largest or self.work < 0 or time.process_time() > self.deadline:
             raise _TooMuchError
 
 

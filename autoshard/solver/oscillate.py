@@ -92,7 +92,7 @@ class Oscillation:
                 if self._cost(self._fitting) < MAX_COST_RATIO * self.value:
                     self._within(self._fitting, deadline)
                 self._fitting = None
-            if time.perf_counter() > deadline:
+            if time.process_time() > deadline:
                 break
             self._stalled = 0 if self.value < before else self._stalled + 1
             if self._stalled and self._stalled % TIRED == 0 and self._best is not None:
@@ -138,6 +138,6 @@ class Oscillation:
             trials = min(CHUNK, left)
             gained += self._kernels.move_regions(x, self._memory, graph, used, self._bench, trials, size, rule)
             left -= trials
-            if time.perf_counter() > deadline:
+            if time.process_time() > deadline:
                 break
         return gained

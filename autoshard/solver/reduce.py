@@ -38,7 +38,7 @@ MODULAR_ROUNDING = 1e-14
 
 
 def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, deadline: float = np.inf) -> None:
-    """Apply all reductions until little changes, or until `deadline` (of `time.perf_counter`).
+    """Apply all reductions until little changes, or until `deadline` (of `time.process_time`).
 
     Raises:
         ImpossibleError: the network is infeasible.
@@ -49,7 +49,7 @@ def reduce(net: Network, *, eliminate: bool = True, dominance: bool = True, dead
         before = _measure(net)
         for step in steps:
             step(net, deadline=deadline)
-            if time.perf_counter() > deadline:
+            if time.process_time() > deadline:
                 return
         if not any(was - now > LEAST_REDUCED * was for was, now in zip(before, _measure(net), strict=True)):
             break
@@ -72,7 +72,7 @@ def tighten_rows(net: Network, *, deadline: float = np.inf) -> None:
     if (net.room < -net.slack).any():
         raise ImpossibleError(time=int(net.times[np.argmin(net.room)]))
     drop_rows(net, deadline=deadline)
-    if len(net.room) and time.perf_counter() < deadline:
+    if len(net.room) and time.process_time() < deadline:
         _forbid_overflowing(net)
 
 
@@ -82,7 +82,7 @@ def drop_rows(net: Network, *, deadline: float = np.inf) -> None:
     Row r implies a later row s when room grows from r to s by at least as much as usage can; the sum over the rows
     between of how much usage can rise bounds the latter. Likewise backward.
     """
-    while len(net.room) and time.perf_counter() < deadline:
+    while len(net.room) and time.process_time() < deadline:
         count = len(net.room)
         net.keep_rows(_most_used(net) > net.room + net.slack)
         least = np.minimum.accumulate(net.room - np.cumsum(_rises(net)))
@@ -179,7 +179,7 @@ def arc_consistency(net: Network, *, deadline: float = np.inf) -> None:
     """
     keep = {i: np.isfinite(net.costs(i)) for i in net.alive}
     queue = _Queue(keep)  # of nodes whose neighbours are to be revised
-    while queue and time.perf_counter() < deadline:
+    while queue and time.process_time() < deadline:
         u = queue.pop()
         if not keep[u].any():
             raise ImpossibleError(node=u)
@@ -228,7 +228,7 @@ def contract_functions(net: Network, *, deadline: float = np.inf) -> None:
         if net.size(node) == 1 and net.adj[node]:
             settle(net, node)
     queue = _Queue(net.alive)
-    while queue and time.perf_counter() < deadline:
+    while queue and time.process_time() < deadline:
         u = queue.pop()
         if net.cost[u] is None:
             continue
@@ -286,7 +286,7 @@ def _worst_change_of_classes(matrix: Array) -> Array:
 def merge_twins(net: Network, *, deadline: float = np.inf) -> None:
     """Of strategies with equal rows in every edge and memory term, keep the cheapest (the first of equals)."""
     for i in net.alive:
-        if time.perf_counter() > deadline:
+        if time.process_time() > deadline:
             break
         if net.size(i) < 2:
             continue
@@ -325,7 +325,7 @@ def remove_dominated(net: Network, *, deadline: float = np.inf) -> None:
     """Drop dominated strategies: another costs no more and uses no more, whatever the neighbours do."""
     merge_twins(net, deadline=deadline)
     for i in net.alive:
-        if time.perf_counter() > deadline:
+        if time.process_time() > deadline:
             break
         if net.size(i) < 2 or any(len(_classes(net, m)[0]) > COMPARED for m in net.adj[i].values()):
             continue
@@ -373,7 +373,7 @@ def drop_modular_edges(net: Network, *, deadline: float = np.inf) -> None:
         return (rows, columns) if error <= MODULAR_ROUNDING * np.abs(matrix).max() else None
 
     for u in net.alive:
-        if time.perf_counter() > deadline:
+        if time.process_time() > deadline:
             break
         for v, matrix in list(net.adj[u].items()):
             if v < u or net.pair_terms(u, v):
@@ -408,7 +408,7 @@ def eliminate_low_degree(net: Network, *, deadline: float = np.inf) -> None:
     """Eliminate the nodes with at most two neighbours and no memory terms."""
     heap = [(len(net.adj[i]), i) for i in net.alive if len(net.adj[i]) <= 2]
     heapq.heapify(heap)
-    while heap and time.perf_counter() < deadline:
+    while heap and time.process_time() < deadline:
         degree, node = heapq.heappop(heap)
         if net.cost[node] is None or len(net.adj[node]) != degree or net.has_memory(node):
             continue

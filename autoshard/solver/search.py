@@ -64,7 +64,7 @@ class TreeSearch:
         self._descend(best, deadline)
         self.best = dual.named(best)
         value, stalled, turn = dual.net.value(self.best), 0, 0
-        while stalled < patience and time.perf_counter() < deadline:
+        while stalled < patience and time.process_time() < deadline:
             x = best.copy()
             prices = dual.best_multipliers
             prices = prices * np.exp(PRICE_NOISE * self._rng.standard_normal(len(prices)))
@@ -82,7 +82,7 @@ class TreeSearch:
     def _descend(self, x: np.ndarray, deadline: float) -> None:
         """Tree moves without multipliers, until a pass gains nothing."""
         for _ in range(MAX_TREE_PASSES):
-            if self._moves(x, self._plain, deadline) <= 0.0 or time.perf_counter() > deadline:
+            if self._moves(x, self._plain, deadline) <= 0.0 or time.process_time() > deadline:
                 break
 
     def _moves(self, x: np.ndarray, graph: Any, deadline: float) -> float:
@@ -93,6 +93,6 @@ class TreeSearch:
             trials = min(CHUNK, left)
             gained += self._kernels.move_trees(x, self._memory, graph, used, self._state, trials, TREE, self._step)
             left -= trials
-            if time.perf_counter() > deadline:
+            if time.process_time() > deadline:
                 break
         return gained

@@ -8,8 +8,8 @@
 4. Where that is too large, dual ascent and strategic oscillation (`oscillate.py`) run in two threads until what lies
    near the bound is solved exactly, or neither gains.
 
-Whatever takes long watches the deadline. A KeyboardInterrupt ends the solve with the incumbent. `objective.py`, which
-shares no code with the search, re-evaluates every choice returned.
+Whatever takes long watches the deadline, on the clock of `time.process_time`. A KeyboardInterrupt ends the solve with
+the incumbent. `objective.py`, which shares no code with the search, re-evaluates every choice returned.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ def solve(
 
     Args:
         problem: see `Problem`; infinite costs are forbidden, usages may not be negative.
-        time_limit: seconds; then `solve` returns the incumbent with its bound. An interrupt ends the solve in the same
-            way; without an incumbent it stays a KeyboardInterrupt.
+        time_limit: CPU seconds of one thread, so that a busy machine finds the same choice; then `solve` returns the
+            incumbent with its bound. An interrupt ends the solve in the same way; without an incumbent it stays a
+            KeyboardInterrupt.
         seed: of the random choices.
         backend: "auto", "highs", "scip", "cp-sat" or "cbc", for the parts left to an integer program.
         progress: called after every stage with (stage, objective, bound).
@@ -124,7 +125,7 @@ def solve(
     check(problem)
     if backend != "auto":
         ilp.require(backend)
-    run = _Run(problem, time.perf_counter() + time_limit, seed, backend, progress, goal)
+    run = _Run(problem, time.process_time() + time_limit, seed, backend, progress, goal)
     for choice in starts:
         run.offer(choice, "warm start")
     return run.solution()
@@ -273,7 +274,7 @@ class _Run:
         if math.isinf(net.offset):
             raise ImpossibleError()
         self.report("reduced")
-        if time.perf_counter() < cut and self._without_limit(net):
+        if time.process_time() < cut and self._without_limit(net):
             return
         self._core(net)
 
@@ -401,10 +402,10 @@ class _Run:
             while stalled < STALLED and not self.optimal and not self.late and not self._close(net):
                 objective, bound = self.objective, self.bound
                 search.exchange()
-                ascent = other.submit(dual.ascend, ALTERNATING, objective, deadline=self.deadline)
+                ascent = other.submit(_ascend, dual, objective, self.deadline)
                 try:
                     search.run(SEARCHED, self.deadline)
-                    ascent.result()
+                    self.deadline += ascent.result()  # the process's clock counts both threads
                 finally:  # also when interrupted
                     dual.halt()
                     if search.best is not None:
@@ -481,7 +482,7 @@ class _Run:
                 return math.inf
         if ilp.nonzeros(part) > NEAR_PROGRAM:
             return None
-        left = min(NEAR_TIME, self.deadline - time.perf_counter())
+        left = min(NEAR_TIME, self.deadline - time.process_time())
         backend = ilp.require(self.asked_backend)
         result = ilp.solve_ilp(part, backend=backend, time_limit=left, seed=self.seed, largest=upper - dual.bound)
         if result.choice is not None:
@@ -491,7 +492,7 @@ class _Run:
         return math.inf if result.infeasible else result.bound
 
     def _integer(self, net: Network) -> None:
-        left = self.deadline - time.perf_counter()
+        left = self.deadline - time.process_time()
         if left <= 0.0 or ilp.nonzeros(net) > (LARGEST_UNKNOWN if self.choice is None else LARGEST_PROGRAM):
             return None
         backend = ilp.require(self.asked_backend)
@@ -514,13 +515,13 @@ class _Run:
 
     def _share(self, share: float) -> float:
         """The time at which this share of the remaining time is over."""
-        now = time.perf_counter()
+        now = time.process_time()
         return now + share * max(0.0, self.deadline - now)
 
     @property
     def late(self) -> bool:
         """Whether time is over."""
-        return time.perf_counter() > self.deadline
+        return time.process_time() > self.deadline
 
     @property
     def over(self) -> bool:
@@ -528,7 +529,7 @@ class _Run:
         return self.optimal or (self.late and self.choice is not None)
 
     def _infeasible(self, error: ImpossibleError) -> Solution:
-        problem, left = self.problem, min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.perf_counter()))
+        problem, left = self.problem, min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.process_time()))
         least = None
         try:
             found = least_peak(problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
@@ -546,7 +547,7 @@ class _Run:
         return self.problem.names[node] if self.problem.names else f"node {node}"
 
     def _unknown(self) -> Solution:
-        left = min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.perf_counter()))
+        left = min(PEAK_TIME, max(UNKNOWN_TIME, self.deadline - time.process_time()))
         try:
             found = least_peak(self.problem, backend=self.asked_backend, time_limit=left, seed=self.seed)
         except ImpossibleError as error:
@@ -556,6 +557,13 @@ class _Run:
         message = explain(self.problem, found, proven=False)
         message += " (time ran out)" if self.late else " (the search found none, and none was proved impossible)"
         return Solution((), Status.UNKNOWN, math.inf, self.bound, "none", found.least, message)
+
+
+def _ascend(dual: Dual, upper: float, deadline: float) -> float:
+    """Sweeps of the dual between two exchanges; the CPU seconds of this thread that they took."""
+    began = time.thread_time()
+    dual.ascend(ALTERNATING, upper, deadline=deadline)
+    return time.thread_time() - began
 
 
 class _Relaxed(_Run):

@@ -55,7 +55,7 @@ class Looks:
     def __init__(self):
         self.count = 0
 
-    def perf_counter(self):
+    def process_time(self):
         self.count += 1
         return float(self.count)
 
