@@ -82,10 +82,13 @@ def work_folder(root: Path, prefix: str) -> Iterator[Path]:
         _remove_if_left(left)
     while True:
         folder = Path(tempfile.mkdtemp(dir=root, prefix=prefix))
-        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another process took it for a left-over, and has removed it
+            continue
         if _lock(descriptor):
             break
-        os.close(descriptor)  # another process took it for a left-over, and removes it
+        os.close(descriptor)  # it is about to remove it
     try:
         yield folder
     finally:

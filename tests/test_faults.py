@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -328,6 +329,22 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
     with files.work_folder(tmp_path, "work-"):
         pass
     assert set(tmp_path.iterdir()) == {tmp_path / "other.json", tmp_path / "another.json"}
+
+
+def test_a_work_folder_that_another_process_removed_at_once_is_made_again(tmp_path, monkeypatch):
+    """Two workers compiled for the first time at once: one took the other's new folder for a left-over."""
+    made, mkdtemp = [], tempfile.mkdtemp
+
+    def removed_once(**given):
+        made.append(Path(mkdtemp(**given)))
+        if len(made) == 1:
+            files._remove_if_left(made[0])
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", removed_once)
+    with files.work_folder(tmp_path, "work-") as folder:
+        assert folder == made[1]
+        assert folder.is_dir()
 
 
 def test_another_programs_files_are_left_alone(tmp_path):
