@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoshard.cost.machine.device import load_device
 from autoshard.cost.overlap import taken_share
@@ -125,6 +126,11 @@ class OneMesh:
     goal: float = math.inf
     others: tuple[Carried, ...] = ()
 
+    @cached_property
+    def formulation(self) -> Formulation:
+        """The problem without a limit."""
+        return formulated(self.graph, self.mesh, None, self.hints)
+
     def candidate(self, limit: float | None, before: Candidate | None = None) -> Candidate:
         """The solver's choice under a limit of `limit` bytes per device, the better of two by its prediction.
 
@@ -136,7 +142,7 @@ class OneMesh:
         """
         settings = self.settings(limit)
         self.options.progress("strategies")
-        formulation = formulated(self.graph, self.mesh, limit, self.hints)
+        formulation = self.formulation.limited(limit)
         return self.scheduled(self.better(formulation, settings, before).written(self.graph, self.options))
 
     def scheduled(self, found: Candidate) -> Candidate:
@@ -148,10 +154,6 @@ class OneMesh:
         options, deadline = self.options, time.process_time() + self.seconds
         goal = self.goal if limit is None or limit == self.memory else math.inf
         return Settings(deadline, options.seed, options.backend, goal)
-
-    def too_large(self, found: Candidate, limit: float | None) -> bool:
-        """Whether a choice without a limit does not keep the one asked for, so that it is not the plan."""
-        return limit is None and not self.scheduled(found).fits
 
     def better(self, formulation: Formulation, settings: Settings, before: Candidate | None = None) -> Candidate:
         """The choice with collectives of weights beside kernels, or that in sequence if it is predicted faster.
@@ -165,9 +167,10 @@ class OneMesh:
         share = HIDDEN * (1 - taken_share(device)) if device.overlaps and not _unhidden(before) else 0.0
         found = self._repriced(formulation, settings, share)
         assert found.decision is not None
-        proved = found.decision.solution.status is Status.OPTIMAL
-        if not share or not proved or self.too_large(found, formulation.problem.limit):
+        if not share or found.decision.solution.status is not Status.OPTIMAL:
             return found
+        if formulation.problem.limit is None and not (compiled := self.scheduled(found)).fits:
+            return compiled  # not the plan
         if _hideable(formulation, found) <= FEW * found.time:
             return found
         try:

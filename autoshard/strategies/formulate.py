@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +53,8 @@ from autoshard.strategies.space import (
 )
 
 Matrix = npt.NDArray[np.float64]
+Usages = tuple[list[Usage], list[Usage]]
+"""Of nodes, and of edges."""
 SMALL_SUMS = 0.01
 """Fraction of the memory limit up to which partial sums that are reduce-scattered do not count."""
 UNREAD = 1e-6
@@ -97,6 +99,13 @@ class Formulation:
     """Edges that reshard what is made of parameters alone -> per pair 1 where that can run beside kernels, else 0."""
     sums: Mapping[int, Matrix] = field(default_factory=dict, repr=False)
     """Node -> seconds of its sums of gradients under each strategy, where these can too."""
+    usages: Callable[[float], Usages] = field(default=lambda _: ([], []), repr=False)
+    """What nodes and edges use of memory under a limit."""
+
+    def limited(self, memory: float | None) -> Formulation:
+        """The problem with a limit of `memory` bytes per device at any point of the step, or without one."""
+        nodes, edges = ([], []) if memory is None else self.usages(memory)
+        return replace(self, problem=replace(self.problem, node_usages=nodes, edge_usages=edges, limit=memory))
 
     def overlapping(self, share: float) -> Formulation:
         """The problem in which this share of those collectives takes no time."""
@@ -264,8 +273,8 @@ def formulate(
         hints: argument name -> its required sharding. Raises ValueError for a hint that fits no argument.
         inside: other values -> their required shardings.
     """
-    built = _Builder(simplified(graph, device.target), mesh, device, hints or {}, inside or {}).build(memory)
-    return built.fixed(inside or {})
+    built = _Builder(simplified(graph, device.target), mesh, device, hints or {}, inside or {}).build()
+    return built.fixed(inside or {}).limited(memory)
 
 
 class _Key(NamedTuple):
@@ -297,8 +306,6 @@ class _Builder:
         self.node_costs: list[Matrix] = []
         self.edges: list[tuple[int, int]] = []
         self.edge_costs: list[Matrix] = []
-        self.node_usages: list[Usage] = []
-        self.edge_usages: list[Usage] = []
         self.names: list[str] = []
         self.made: dict[Value, tuple[int, Specs]] = {}  # value -> its producer's node, shardings that consumers see
         self.sums: dict[int, Sum] = {}  # group -> its sum of possibly partial values
@@ -315,23 +322,13 @@ class _Builder:
         self._by_shape: dict[object, tuple[Strategies, Matrix, Matrix]] = {}
         self.kernels: list[Matrix] = []  # per group the seconds of its kernels
 
-    def build(self, memory: float | None) -> Formulation:
+    def build(self) -> Formulation:
         arguments = self._arguments()
         ways = self._groups()
         copies = self._edges(ways)
         self._shared_reads(ways)
         self._ties()
-        if memory is not None:
-            self._usages(ways, copies, memory)
-        problem = Problem(
-            node_costs=self.node_costs,
-            edges=self.edges,
-            edge_costs=self.edge_costs,
-            node_usages=self.node_usages,
-            edge_usages=self.edge_usages,
-            limit=memory,
-            names=self.names,
-        )
+        problem = Problem(self.node_costs, self.edges, self.edge_costs, names=self.names)
         values = tuple(arguments)
         specs = tuple(arguments.values())
         return Formulation(
@@ -346,6 +343,7 @@ class _Builder:
             detour=self._detour,
             gathers=self.gathered,
             sums=self.gradients,
+            usages=partial(self._usages, ways, copies),
         )
 
     def _detour(self, value: Value, src: Spec, dst: Spec) -> tuple[Spec, ...]:
@@ -758,11 +756,13 @@ class _Builder:
             if before in graph.aten_outputs and after in graph.aten_outputs:
                 yield graph.aten_outputs[before], graph.aten_outputs[after]
 
-    def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy], memory: float) -> None:
+    def _usages(self, ways: Sequence[Strategies], copies: Sequence[Copy], memory: float) -> Usages:
         """Memory of each choice, over `_times`."""
         graph, groups = self.graph, self.groups
         end = len(groups.groups)
         times = self._times()
+        on_nodes: list[Usage] = []
+        on_edges: list[Usage] = []
         using: dict[Value, list[int]] = {}  # groups that read a value
         readers: dict[Value, list[int]] = {}  # times of a value's uses
         passed: dict[int, list[int]] = {}  # barrier's group -> times of its result's uses: it aliases
@@ -782,11 +782,11 @@ class _Builder:
         position = {edge: index for index, edge in enumerate(self.edges)}
         for value, (node, specs) in self.made.items():
             if graph.ops[value.op].kind == "argument":
-                self._usage(node, 0, end, value, specs)
+                on_nodes.append(self._usage(node, 0, end, value, specs))
             elif value not in donated and value not in groups.barrier_results:
                 start = times[node - first_group]
                 last = end if value in graph.returned else max(readers.get(value, [start])) + 1
-                self._usage(node, start, last, value, specs)
+                on_nodes.append(self._usage(node, start, last, value, specs))
         for index, copy in enumerate(copies):
             amount = self._bytes(copy.value, copy.specs.choices)[copy.specs.index]
             amount = np.where(copy.same, 0.0, amount)
@@ -794,13 +794,13 @@ class _Builder:
             direct = [times[user] for user in using[copy.value] if user not in passed]
             start = 0 if self._gathered_first(copy.value) else min(times[user] for user in using[copy.value])
             last = max(direct, default=start)
-            self.node_usages.append(Usage(node, start, last + 1, amount))
+            on_nodes.append(Usage(node, start, last + 1, amount))
             for user in sorted(passed.keys() & using[copy.value]):  # what a barrier reads of the copy is kept behind it
                 until = max([times[user], *passed[user]])
                 if until > last:
                     size = self._bytes(copy.value, ways[user].inputs[0].choices)[ways[user].inputs[0].index]
                     kept = np.where(copy.same, 0.0, 1.0)[:, None] * size[None, :]
-                    self.edge_usages.append(Usage(position[node, first_group + user], last + 1, until + 1, kept))
+                    on_edges.append(Usage(position[node, first_group + user], last + 1, until + 1, kept))
                     last = until
         shared = {copy.value for copy in copies}
         for group in groups.groups:
@@ -808,7 +808,7 @@ class _Builder:
             expert = graph.ops[group.ops[0]].kind in EXPERTS
             used = self._between(group, way) if expert else self._unreduced(way)
             if expert or used.max() > SMALL_SUMS * memory:
-                self.node_usages.append(Usage(first_group + group.id, now, now + 1, used))
+                on_nodes.append(Usage(first_group + group.id, now, now + 1, used))
         for group in groups.groups:
             for value, wanted in zip(group.inputs, ways[group.id].inputs, strict=True):
                 if value in shared or value not in self.made:
@@ -822,7 +822,8 @@ class _Builder:
                 amount = self._expand(key, self._matrices[key], specs, wanted)
                 now = times[group.id]
                 start = 0 if self._gathered_first(value) else now
-                self.edge_usages.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
+                on_edges.append(Usage(edge, start, max([now, *passed.get(group.id, [])]) + 1, amount))
+        return on_nodes, on_edges
 
     def _unreduced(self, ways: Strategies) -> Matrix:
         """Bytes of the partial sums that a group reduce-scatters, under each strategy."""
@@ -869,8 +870,8 @@ class _Builder:
         """Whether the target reshards it at the start of the step: XLA's CPU compiler does so for every argument."""
         return self.device.compiler.gathers_arguments_first and self.graph.ops[value.op].kind == "argument"
 
-    def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> None:
-        self.node_usages.append(Usage(node, start, end, self._bytes(value, specs.choices)[specs.index]))
+    def _usage(self, node: int, start: int, end: int, value: Value, specs: Specs) -> Usage:
+        return Usage(node, start, end, self._bytes(value, specs.choices)[specs.index])
 
 
 def annotatable(graph: Graph) -> frozenset[Value]:

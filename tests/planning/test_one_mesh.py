@@ -11,8 +11,10 @@ import torch
 import autoshard
 from autoshard.mesh import Mesh
 from autoshard.planning import one_mesh
+from autoshard.planning.candidate import Candidate
 from autoshard.planning.one_mesh import OneMesh, candidate_on
 from autoshard.planning.options import PlanningOptions
+from autoshard.plans.value import NoPlanError
 from tests.graph.helpers import graph_from_text
 from tests.strategies.test_prices import annotatable, chain
 
@@ -103,6 +105,30 @@ def test_under_a_limit_the_choice_without_one_is_found_once_and_its_prices_are_a
     assert stages.count("strategies") == 3  # without a limit, and under each
     assert stages.count("solve") == 4  # twice without a limit, whose objective differs from the prediction
     assert known[MESH].annotations == free.annotations
+
+
+def test_what_does_not_fit_is_formulated_and_scheduled_once(monkeypatch):
+    mesh, formulations, schedules = Mesh((4, 2), device="h100"), [], []
+    formulated, with_slop = one_mesh.formulated, Candidate.with_slop
+
+    def counted(*args):
+        formulations.append(args)
+        return formulated(*args)
+
+    def scheduled(self, percent):
+        schedules.append((self.prediction, percent))
+        return with_slop(self, percent)
+
+    monkeypatch.setattr(one_mesh, "formulated", counted)
+    monkeypatch.setattr(Candidate, "with_slop", scheduled)
+    most = OneMesh(GRAPH, mesh).candidate(None).prediction.peak_memory_bytes
+    assert not schedules
+    formulations.clear()
+    with pytest.raises(NoPlanError):
+        candidate_on(GRAPH, mesh, PlanningOptions(memory=most // 2, rivals=False), 60.0)
+    assert len(formulations) == 1
+    assert schedules
+    assert len({(id(prediction), percent) for prediction, percent in schedules}) == len(schedules)
 
 
 def test_after_a_plan_that_does_not_fit_without_latency_hiding_all_collectives_count(monkeypatch):
