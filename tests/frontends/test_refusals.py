@@ -251,3 +251,72 @@ def test_a_count_is_refused_with_what_counts_instead():
 
     with pytest.raises(CaptureError, match=r"aten.bincount.*F\.one_hot\(x, n\)\.sum\(0\)"):
         capture(Net(4, 5), torch.empty(3, 4))
+
+
+def test_what_a_forward_pass_keeps_is_empty_behind_the_capture() -> None:
+    """A list of activations held lazy tensors on placeholders: the next sync ended the process."""
+    code = """
+import torch, torch_xla
+import autoshard
+kept = []
+class Keeps(torch.nn.Linear):
+    def forward(self, x):
+        made = super().forward(x)
+        kept.extend([made, made.view(4, 16), made.t()[1], x.relu()[1:]])
+        return made.sum() if self.training else made
+autoshard.use_spmd()
+for train in (True, False):
+    autoshard.capture(Keeps(32, 8).train(train), torch.ones(8, 32), train=train, frontend="torch_xla")
+    given = torch.ones(4).to("xla") + 1
+    torch_xla.sync()
+    print([each.cpu().numel() for each in kept], given.cpu().tolist())
+    kept.clear()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == 2 * ["[0, 0, 0, 0] [2.0, 2.0, 2.0, 2.0]"], done.stderr[-2000:]
+
+
+def test_a_capture_beside_a_step_that_is_running() -> None:
+    """torch_xla crashes as it lowers what a running step has yet to make."""
+    code = """
+import torch, torch_xla
+import autoshard
+from autoshard.frontends.tracing.device import current
+class Scales(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * made
+autoshard.use_spmd()
+made = torch.rand(512, 512).to("xla")
+model = Scales(512, 512).to("xla").eval()
+for number in range(12):
+    for _ in range(30):
+        made = (made @ made).tanh()
+    torch_xla.sync()
+    if number % 2:
+        autoshard.capture(model, torch.ones(512, 512).to("xla"), frontend="torch_xla")
+    else:
+        assert current().reads_data(made) and current().reads_data(made + 1)
+    one = torch.arange(5, device="xla") + torch.ones((), device="xla")
+    assert not current().reads_data(one)
+print("ended")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "ended\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("frontend", ["torch_xla", "torchax"])
+def test_a_parameter_outside_the_model_is_named(frontend: str) -> None:
+    scale = nn.Parameter(torch.ones(16))
+    given: dict[str, Any] = {"frontend": frontend, "train": True}
+    for optimizer in (None, lambda parameters: torch.optim.SGD(parameters, lr=0.1)):
+        with pytest.raises(
+            CaptureError, match=r"shape \(16,\) that requires a gradient and is no parameter of the model"
+        ):
+            autoshard.capture(
+                Mlp(), sample()[0], loss_fn=lambda y: (y * scale).sum(), optimizer=optimizer, **given
+            )  # fmt: skip
+    held = nn.Module()
+    held.scale = scale
+    held.forward = lambda y: (y * held.scale).sum()  # type: ignore[method-assign]
+    program = autoshard.capture(Mlp(), sample()[0], loss_fn=held, **given)
+    assert "loss_fn.scale" in [argument.name for argument in program.arguments]

@@ -129,6 +129,7 @@ class _XlaTracing(Tracing):
         self.xla = torch_xla._XLAC
         self.stack.callback(self.xla._set_use_eager_mode, self.xla._get_use_eager_mode())
         self.xla._set_use_eager_mode(False)  # it would run each op at once, on placeholders
+        self.xla._xla_wait_device_ops([])  # lowering crashes on what a step that is running makes
 
     def begin_step(self) -> None:
         debug, execution = self.xla._get_ir_debug(), self.xla._get_allow_execution()
@@ -166,6 +167,9 @@ class _XlaTracing(Tracing):
             return like.detach().cpu()
         finally:
             torch_xla._XLAC._set_allow_execution(False)
+
+    def lazy(self) -> Mapping[int, object]:
+        return self.labels.producers
 
     def explain(self, error: Exception, first: str, where: str) -> CaptureError | None:
         if first.startswith("Expected XLA tensor. Got: XLA"):

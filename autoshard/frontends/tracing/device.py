@@ -7,6 +7,8 @@ during a capture without torch_xla, else `xla`.
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import attrgetter
@@ -45,6 +47,8 @@ class Device(Protocol):
 
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_DATA = re.compile(r"= \w+\[([\d,]*)\]\S* xla::device_data\(")
+"""Data in the text of torch_xla's IR, with its shape."""
 
 
 class _Xla:
@@ -59,8 +63,9 @@ class _Xla:
     def reads_data(self, tensor: torch.Tensor) -> bool:
         import torch_xla
 
-        _, leaves = torch_xla._XLAC._get_tensors_xla_device_data_node([tensor])
-        return any(leaf.numel() > 1 for leaf in leaves)
+        # the text of its IR, because torch_xla's list of its data crashes while a step that makes some is running
+        text = torch_xla._XLAC._get_xla_tensors_text([tensor])
+        return any(math.prod(map(int, filter(None, shape.split(",")))) > 1 for shape in _DATA.findall(text))
 
     @cache  # noqa: B019 (there is one such device)
     def falls_back(self, op: str) -> bool:
@@ -72,6 +77,18 @@ class _Xla:
 
     def set_random_state(self, state: Any) -> None:
         pass
+
+
+def empty(tensor: torch.Tensor) -> None:
+    """Leave a lazy tensor of torch_xla's without elements, so that nothing is computed for it."""
+    with contextlib.suppress(RuntimeError):  # torch has freed it with another one
+        try:
+            torch.utils.swap_tensors(tensor, tensor.new_empty(0))
+        except RuntimeError:  # something else refers to it, such as a view
+            tensor.detach_()
+            torch._functionalize_replace(tensor, torch._from_functional_tensor(tensor.new_empty(0)))
+            torch._functionalize_commit_update(tensor)
+            torch._functionalize_sync(tensor)
 
 
 @cache

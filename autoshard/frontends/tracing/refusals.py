@@ -203,6 +203,15 @@ def of_host(where: str, kind: str, line: str) -> CaptureError:
     )
 
 
+def of_outside(leaf: torch.Tensor) -> CaptureError:
+    """The error for a loss with a gradient that the step does not have."""
+    return CaptureError(
+        f"the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient and is no parameter of "
+        "the model (nor of a loss_fn that is a module). Make it part of the model, give loss_fn as the module that has "
+        "it, or detach it."
+    )
+
+
 def no_lowering(name: str, where: str, line: str | None = None, by: str = "torch_xla") -> CaptureError:
     """The error for an op without a lowering to XLA; `line` from `line_of`, or the running one."""
     line = source() if line is None else line

@@ -134,7 +134,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, arguments: Mapping[str, torch.Tensor] | None = None) -> None:
         """Start at op 0 with these arguments."""
         super().__init__()
-        self._producers: dict[int, Producer] = {}
+        self.producers: dict[int, Producer] = {}
         self._cleared: set[int] = set()
         self._cleared_before: set[int] = set()
         self._accumulated: set[int] = set()
@@ -149,7 +149,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
 
     def restart(self, arguments: Mapping[str, torch.Tensor]) -> None:
         """Begin a step: count from 0, forget producers, and name these tensors as arguments."""
-        self._producers.clear()
+        self.producers.clear()
         self._accumulated.clear()
         self._views.clear()
         self._of_several.clear()
@@ -162,11 +162,11 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name a tensor's present value as an argument; the first name of a shared tensor stays."""
-        self._producers.setdefault(tensor_id(tensor), name)
+        self.producers.setdefault(tensor_id(tensor), name)
 
     def producer(self, tensor: torch.Tensor) -> Producer:
         """Producer of a tensor's present value."""
-        return self._producers.get(tensor_id(tensor)) if is_xla(tensor) else None
+        return self.producers.get(tensor_id(tensor)) if is_xla(tensor) else None
 
     def __enter__(self) -> Any:
         """Enter the mode, with backward passes on this thread."""
@@ -196,7 +196,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         """Record the outputs of a counted op."""
         for j, tensor in enumerate(outputs):
             if is_xla(tensor):
-                self._producers[tensor_id(tensor)] = (call.index, j)
+                self.producers[tensor_id(tensor)] = (call.index, j)
 
     def uncounted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an op that is not counted and return what it returns."""
@@ -360,7 +360,7 @@ class AtenSequence(TorchDispatchMode):  # type: ignore[misc]
         if accumulates or of_accumulated or name in ALIAS_OPS:
             producer = self.producer(tensors[-1] if accumulates else tensors[0])
             if producer is not None:
-                self._producers.setdefault(tensor_id(made[0]), producer)
+                self.producers.setdefault(tensor_id(made[0]), producer)
 
 
 def _by_id(part: Any) -> Any:

@@ -11,9 +11,9 @@ import gc
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import ref
 
 import torch
@@ -28,7 +28,7 @@ from autoshard.frontends.switches.handlers import ATTENTION, CLIPS, EXPERTS, MIC
 from autoshard.frontends.tracing import refusals
 from autoshard.frontends.tracing.attributes import Attributes
 from autoshard.frontends.tracing.copies import Copies
-from autoshard.frontends.tracing.device import is_xla, tensor_id, tensor_type
+from autoshard.frontends.tracing.device import empty, is_xla, tensor_id, tensor_type
 from autoshard.frontends.tracing.inputs import Inputs, input_names, key_name, split_inputs
 from autoshard.frontends.tracing.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
 from autoshard.frontends.tracing.modules import ModulePaths, tensor_parallel_plan
@@ -61,18 +61,19 @@ from autoshard.version import version_of
 
 
 @contextlib.contextmanager
-def nothing_left() -> Iterator[None]:
-    """Free all lazy tensors of a capture, also when it fails.
+def nothing_left() -> Iterator[list[Mapping[int, object]]]:
+    """Free all lazy tensors of a capture, also when it fails; the list is for the ids of what it makes.
 
     torch_xla's next sync runs every live lazy tensor, and crashes on a placeholder, which has no data. Reference cycles
     could keep one, or the frames of a stored error (a notebook keeps the last one); so chained errors are reduced to
-    their messages.
+    their messages. What the program itself keeps, such as what a hook puts into a list, has no element afterwards.
     """
+    made: list[Mapping[int, object]] = []
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()  # the collection below skips all that is older than the capture
     try:
-        yield
+        yield made
     except BaseException as error:
         failures: list[BaseException | None] = [error]
         seen: set[int] = set()
@@ -87,6 +88,8 @@ def nothing_left() -> Iterator[None]:
         raise
     finally:
         gc.collect()
+        for each in reversed([each for each in gc.get_objects() if made and _is_of(each, made[0])]):  # views first
+            empty(each)
         gc.unfreeze()
         if enabled:
             gc.enable()
@@ -112,18 +115,36 @@ def trace_step(
         raise CaptureError(f"micro_batches={count} is of a training step, and this is a forward pass")
     if most and not train:
         raise CaptureError(f"clip_grad_norm={most} is of a training step, and this is a forward pass")
-    with contextlib.ExitStack() as behind, nothing_left():
+    with contextlib.ExitStack() as behind, nothing_left() as made:
         inputs = split_inputs(model, sample_inputs, loss_fn)
         with tracing(model, loss_fn, tuple(switches)) as traced:
+            made.append(traced.lazy())
             behind.callback(put_back, traced.labels.moved)
-            loss_or_output = traced.forward(inputs, loss_fn, train)
-            if train:
-                traced.backward(loss_or_output)
-                if count > 1:
-                    traced.second_micro_step(inputs, loss_fn, count)
-                traced.update(optimizer, float(most) if most else None)
-            program = traced.program(loss_or_output, train)
-            return replace(program, once=traced.another_program(program, inputs, loss_fn))
+            program = traced.step(inputs, loss_fn, optimizer, train, count, float(most) if most else None)
+        del traced
+        return program
+
+
+def _is_of(kept: object, made: Container[int]) -> bool:
+    """Whether it is one of these lazy tensors, as a program has it: torch_xla keeps its own inside."""
+    if not issubclass(type(kept), torch.Tensor):
+        return False
+    tensor = cast(torch.Tensor, kept)
+    return is_xla(tensor) and torch._is_functional_tensor(tensor) and tensor_id(tensor) in made
+
+
+def leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors whose gradients a backward pass accumulates."""
+    seen: set[Any] = {None}
+    found = [loss.grad_fn]
+    while found:
+        node: Any = found.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found += [each for each, _ in node.next_functions]
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
 
 
 def put_back(moved: Iterable[tuple[ref[torch.Tensor], torch.Tensor]]) -> None:
@@ -239,6 +260,10 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         """The data of a user's tensor that is not on meta, on the CPU."""
         return like.detach().cpu()
 
+    def lazy(self) -> Mapping[int, object]:
+        """The ids of the lazy tensors of the trace; what is computed by no runtime is none."""
+        return {}
+
     def begin(self) -> None:
         """Prepare for placeholders; callbacks on `self.stack` undo it."""
 
@@ -323,6 +348,25 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         self.data.argument(name, role, like)
 
     # The step.
+
+    def step(
+        self,
+        inputs: Inputs,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: Any,
+        train: bool,
+        micro_batches: int,
+        clip_grad_norm: float | None,
+    ) -> Program:
+        """Run the step on placeholders, and lower it."""
+        loss_or_output = self.forward(inputs, loss_fn, train)
+        if train:
+            self.backward(loss_or_output)
+            if micro_batches > 1:
+                self.second_micro_step(inputs, loss_fn, micro_batches)
+            self.update(optimizer, clip_grad_norm)
+        program = self.program(loss_or_output, train)
+        return replace(program, once=self.another_program(program, inputs, loss_fn))
 
     def forward(self, inputs: Inputs, loss_fn: Callable[..., Any] | None, train: bool) -> Any:
         """Run the forward pass on placeholders; returns the loss of a training step, else the output."""
@@ -453,6 +497,9 @@ class Tracing(contextlib.AbstractContextManager["Tracing"], ABC):
         """Run the backward pass."""
         self.labels.phase, self.paths.backward = "backward", True
         self.paths.outside = "the backward pass"
+        outside = next((leaf for leaf in leaves(loss) if self.labels.producer(leaf) is None), None)
+        if outside is not None:
+            raise refusals.of_outside(outside)
         with self._explained(None), self.labels:
             loss.backward()
         self.paths.backward = False

@@ -139,7 +139,7 @@ class Follower(Annotator):
         made = func(*args, **kwargs)
         for tensor in tensors_in((made,)) if foreign else ():
             if is_xla(tensor):
-                self._producers.setdefault(tensor_id(tensor), FOREIGN)
+                self.producers.setdefault(tensor_id(tensor), FOREIGN)
         return made
 
     def host(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -158,7 +158,7 @@ class Follower(Annotator):
         if not isinstance(old, tuple) or old == FOREIGN or self.producer(new) != FOREIGN:
             return
         if format_tensor(new) == self._schedule.ops[old[0]].outputs[old[1]]:
-            self._producers[tensor_id(new)] = old
+            self.producers[tensor_id(new)] = old
 
     def _is_read(self, tensor: torch.Tensor, found: Producer, wanted: Producer) -> bool:
         """As in a planned step; an input that has been recognised is that tensor."""
