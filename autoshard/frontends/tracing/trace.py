@@ -10,10 +10,11 @@ import contextlib
 import gc
 import sys
 import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -88,8 +89,8 @@ def nothing_left() -> Iterator[list[Mapping[int, object]]]:
         raise
     finally:
         gc.collect()
-        for each in reversed([each for each in gc.get_objects() if made and _is_of(each, made[0])]):  # views first
-            empty(each)
+        if made:
+            _empty(made[0])
         gc.unfreeze()
         if enabled:
             gc.enable()
@@ -125,12 +126,13 @@ def trace_step(
         return program
 
 
-def _is_of(kept: object, made: Container[int]) -> bool:
-    """Whether it is one of these lazy tensors, as a program has it: torch_xla keeps its own inside."""
-    if not issubclass(type(kept), torch.Tensor):
-        return False
-    tensor = cast(torch.Tensor, kept)
-    return is_xla(tensor) and torch._is_functional_tensor(tensor) and tensor_id(tensor) in made
+def _empty(made: Container[int]) -> None:
+    """Empty those of these lazy tensors that are new and that a program keeps: torch_xla's own are inside them."""
+    with warnings.catch_warnings(action="ignore"):  # torch owns some, and frees them with those of the program
+        kept = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and is_xla(each)]
+        kept = [each for each in kept if torch._is_functional_tensor(each) and tensor_id(each) in made]
+        while kept:
+            empty(kept.pop())  # views first
 
 
 def leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
