@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 import autoshard
 from autoshard.cost.partitioner.passes.recomputed import recomputed_ops
-from autoshard.frontends.switches.remat import blocks_of
+from autoshard.frontends.switches.remat import blocks_of, recompute
 from autoshard.frontends.switches.table import active
 from autoshard.plans.remat import LEVELS, remat_of, switch_value
 from autoshard.stablehlo.reader import build_graph
@@ -84,3 +84,33 @@ def test_a_model_is_left_as_it_was():
     with active(["remat:all=blocks.0"], model):
         assert "forward" in vars(model.blocks[0])
     assert "forward" not in vars(model.blocks[0])
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.passes += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.norm(self.layer(x)).relu() - self.mean
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_buffers_are_updated_once_and_read_as_in_the_first_pass(level):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Counts(), Counts())
+    reference = torch.nn.Sequential(Counts(), Counts())
+    reference.load_state_dict(model.state_dict())
+    recompute(model, {"0": level, "1": level})
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        for each_one in (model, reference):
+            each_one(x).square().sum().backward()
+    for (name, ours), theirs in zip(model.state_dict().items(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=lambda said, name=name: f"{name}: {said}")
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -294,9 +294,14 @@ class _Hide(_Watch):
         return self.behind.get(self.number(leaf), leaf) if known else leaf
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A saved tensor, as the backward pass reads it."""
+        """A saved tensor, as the backward pass reads it.
+
+        A view is saved by its value: functionalization would make it again of its base, not of what is behind.
+        """
         behind = self._instead(tensor)
-        return tensor if behind is tensor else _wrapped(behind, tensor)
+        if behind is not tensor:
+            return _wrapped(behind, tensor)
+        return _wrapped(_bare(tensor), tensor) if is_xla(tensor) and tensor._is_view() else tensor
 
 
 def _reentrant(native: Any) -> Any:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from autoshard.frontends.tracing.modules import running
 from autoshard.plans.remat import ALL, ATTENTION, PRODUCTS, Blocks, Remat, remat_of
@@ -106,16 +107,46 @@ class _Checkpointed:
 
 
 class _Body:
-    """What is run and recomputed; its second run names the block as the running module."""
+    """What is run and recomputed; its second run names the block as the running module.
+
+    The second run finds buffers as the first did, and leaves them as they are: statistics are updated once.
+    """
 
     def __init__(self, block: torch.nn.Module, forward: Callable[..., Any]) -> None:
-        self.block, self.forward, self.again = block, forward, False
+        self.block, self.forward = block, forward
+        self.before: list[tuple[torch.nn.Module, str, torch.Tensor]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inside = running(self.block) if self.again else contextlib.nullcontext()
-        self.again = True
-        with inside:
+        if self.before is not None:
+            with running(self.block), _buffers(self.before):
+                return self.forward(*args, **kwargs)
+        held = [
+            (module, name, buffer, buffer._version, buffer.detach().clone())
+            for module in self.block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.before = []
+        try:
             return self.forward(*args, **kwargs)
+        finally:
+            for module, name, buffer, version, clone in held:
+                replaced = module._buffers.get(name) is not buffer
+                if replaced or buffer._version != version or isinstance(module, _NormBase):  # which writes unseen
+                    self.before.append((module, name, clone))
+
+
+@contextlib.contextmanager
+def _buffers(before: Iterable[tuple[torch.nn.Module, str, torch.Tensor]]) -> Iterator[None]:
+    """Run modules with these buffers, and put theirs back."""
+    after = [(module, name, module._buffers.get(name)) for module, name, _ in before]
+    try:
+        for module, name, buffer in before:
+            module._buffers[name] = buffer.clone()
+        yield
+    finally:
+        for module, name, present in after:
+            module._buffers[name] = present
 
 
 def _policy(keeps: re.Pattern[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -301,6 +302,14 @@ class _Like:
         return placed(gradient, self.placements) if isinstance(gradient, DTensor) else gradient
 
 
+@cache
+def _plain_tensors_are_replicated() -> ExitStack:
+    """Enter DTensor's mode for good: backward passes read values of forward passes, and models come and go."""
+    always = ExitStack()
+    always.enter_context(implicit_replication())
+    return always
+
+
 class _Root:
     """Hooks of the whole model: its inputs become DTensors; plain tensors count as replicated."""
 
@@ -308,9 +317,7 @@ class _Root:
         self.lowered = lowered
 
     def install(self, module: torch.nn.Module) -> None:
-        # Permanent: the backward pass also reads the forward pass's values. The stack lives as long as the hooks do.
-        self.always = ExitStack()
-        self.always.enter_context(implicit_replication())
+        _plain_tensors_are_replicated()
         if any(isinstance(each, torch.nn.MultiheadAttention) for each in module.modules()):
             torch.backends.mha.set_fastpath_enabled(False)  # one fused op, for which DTensor has no rule
         say_where(module)

@@ -58,6 +58,12 @@ def test_numbers_are_those_of_one_device(seen, name):
         assert seen[name]["lacking"] == 0, "the step ran, but without annotations of the plan"
 
 
+def test_recomputation_updates_statistics_once(seen):
+    found = seen["statistics_recomputed"]
+    assert "failed" not in found, found["failed"]
+    assert max(found["buffers"], found["losses"], found["parameters"]) < EQUAL
+
+
 def test_a_gradient_scaler_in_the_loop_is_refused_by_name(seen):
     assert seen["scaled"]["refused"].startswith("a step under annotate() calls GradScaler.scale at ")
 

@@ -20,6 +20,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.utils.checkpoint
 
+from autoshard.api import plan_program
 from autoshard.errors import CaptureError
 from autoshard.frontends.choose import switches_for
 from autoshard.frontends.torch_xla.program import capture, prepare_runtime
@@ -153,6 +154,33 @@ def recomputed_as_planned():
     losses, _ = trained(plan, model)
     again = len(plan.program.ops) - len(planned(fresh()).program.ops)
     return {**compared(losses, alone(reference), model, reference, plan), "computed_again": again}
+
+
+class Normed(Block):
+    """Statistics that a block updates, and views of its parameters, which functionalization makes again."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 16))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x * self.scale.view(1, 16) - self.mean)
+
+
+def statistics_recomputed():
+    models = [torch.nn.Sequential(torch.nn.Linear(16, 16), Normed(), Normed()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    model, reference = models
+    switches = switches_for(None, remat={"1": "all", "2": "products"})
+    how = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": sgd, "switches": switches}
+    plan = plan_program(capture(model, batch(0), **how), MESH)
+    losses, _ = trained(plan, model)
+    found = compared(losses, alone(reference), model, reference, plan)
+    buffers = zip(model.buffers(), reference.buffers(), strict=True)
+    return {**found, "buffers": max(float((a.cpu() - b).abs().max()) for a, b in buffers)}
 
 
 def accumulated(model, number, place, count):
@@ -550,6 +578,7 @@ SCENARIOS = {
     "fsdpv2_beside": fsdpv2_beside,
     "gradient_accumulation": gradient_accumulation,
     "recomputed_as_planned": recomputed_as_planned,
+    "statistics_recomputed": statistics_recomputed,
     "micro_batches": micro_batches,
     "two_micro_batches": partial(micro_batches, 2),
     "gradients_clipped": gradients_clipped,
