@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autoshard.errors import LoweringError
 from autoshard.frontends.tracing.optimizer import optimizers_in, step, twin_of
@@ -90,7 +90,7 @@ def begin_by_trial(
     """Create the missing state by a trial step of a twin, whose parameters `copied` makes.
 
     Raises:
-        LoweringError: that step failed.
+        LoweringError: that step failed, or a step from that state is another than the first.
     """
     if not parameters:
         return
@@ -99,12 +99,19 @@ def begin_by_trial(
     try:
         with LooksAreTrue():
             made = _first_state(optimizer, copies)
+            same = _begins_so(optimizer, {id(p): p for p in parameters}, made, copied)
     except Exception as error:
         raise LoweringError(
             f"{type(optimizer).__name__} does not say how its state begins, and a trial step failed "
             f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); run a step of it before applying "
             "the plan, or load its state"
         ) from error
+    if not same:
+        raise LoweringError(
+            f"the first step of {type(optimizer).__name__} is another one than its later steps, which the plan is for: "
+            "its state begins as a gradient, or as an updated parameter; run a step of it before applying the plan, or "
+            "load its state"
+        )
     for p in parameters:
         for key, value in made[id(p)].items():
             optimizer.state[p].setdefault(key, value)
@@ -126,6 +133,44 @@ def _first_state(
     _share_state(trial, trial.state, begun)
     step(trial)
     return {key: begun.first.get(id(p), {}) for key, p in copies.items()}
+
+
+def _begins_so(
+    optimizer: torch.optim.Optimizer,
+    wanted: Mapping[int, torch.nn.Parameter],
+    made: Mapping[int, Mapping[str, Any]],
+    copied: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
+    """Whether a step from the state `made` is the first step, of the least parameters of each group and rank."""
+    others = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    least: dict[tuple[int, int], int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key in sorted((id(p) for p in group["params"] if id(p) in wanted), key=lambda key: wanted[key].numel()):
+            least.setdefault((number, wanted[key].dim()), key)
+    if any(wanted[key].is_meta or hasattr(wanted[key], "full_tensor") for key in least.values()):
+        return True  # nothing to compare
+    ends: list[list[Any]] = []
+    for begun in (False, True):
+        chosen = {key: torch.nn.Parameter(copied(wanted[key].detach())) for key in least.values()}
+        trial = twin_of(optimizer, {**others, **chosen})
+        for group in trial.param_groups:
+            group["params"] = [p for p in group["params"] if any(p is each for each in chosen.values())]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for key, p in chosen.items():
+                p.grad = torch.rand_like(p) - 0.4
+                if begun and made[key]:
+                    trial.state[p] = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, {**made[key]})
+            step(trial)
+        ends.append([leaf for p in chosen.values() for leaf in (p, *tree_leaves(trial.state.get(p, {})))])
+    return len(ends[0]) == len(ends[1]) and all(map(_close, *ends))
+
+
+def _close(one: Any, two: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor) or one.shape != two.shape:
+        return type(one) is type(two) and not isinstance(one, torch.Tensor)
+    one, two = one.to(torch.complex128), two.to(torch.complex128)
+    return bool(torch.allclose(one, two, rtol=1e-3, atol=1e-6, equal_nan=True))
 
 
 def _share_state(optimizer: torch.optim.Optimizer, shared: Any, begun: _PerParameter) -> None:
