@@ -117,6 +117,13 @@ def test_hints_that_contradict_each_other_are_both_named() -> None:
     assert "keep='none'" in said
 
 
+def test_a_hint_that_pads_too_much_is_named_with_its_dim() -> None:
+    hints = {"bias": "[data]"}
+    said = refused("pads a dim of", nn.Linear(16, 12), torch.zeros(8, 16), hints=hints, mesh="8", **TRAIN)
+    assert "bias=[data] pads a dim of 12 to 16" in said
+    assert "contradict" not in said
+
+
 def test_of_all_meshes_the_least_memory_is_named() -> None:
     said = refused("the least possible peak is", mlp(), mesh=None, devices=4, memory=100)
     least = [

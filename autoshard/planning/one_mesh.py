@@ -23,6 +23,7 @@ from autoshard.plans.value import NoPlanError, SolverInfo
 from autoshard.solver.objective import evaluate as evaluate_choice
 from autoshard.solver.problem import Problem, Solution, Status
 from autoshard.solver.settings import Settings
+from autoshard.strategies.allowed import MAX_PADDING, fits
 from autoshard.strategies.carry import Carried, carried_from, choices_from
 from autoshard.strategies.formulate import Formulation, formulate
 from autoshard.strategies.guard import guarded
@@ -303,7 +304,7 @@ def decide(
     if device.compiler.merges_equal_ops and solution.choice:
         formulation, solution = solved_together(formulation, solution, mesh, device, settings)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        raise _no_plan(solution, mesh, hints)
+        raise _no_plan(solution, mesh, hints, _padded(formulation.graph, mesh, hints or {}))
     chosen = formulation.annotations(solution.choice)
     written = guarded(formulation.graph, chosen, mesh)
     if written != chosen and solution.status is Status.OPTIMAL:
@@ -317,12 +318,27 @@ def _counted_bytes(problem: Problem, choice: Sequence[int]) -> float:
     return math.inf if problem.limit is None else evaluate_choice(problem, choice).peak
 
 
-def _no_plan(solution: Solution, mesh: Mesh, hints: Mapping[str, Spec] | None) -> NoPlanError:
-    """The message: why there is no plan."""
+def _padded(graph: Graph, mesh: Mesh, hints: Mapping[str, Spec]) -> str:
+    """Which hints pad a dim of an argument by more than plans do."""
+    found = [
+        f"{argument.name}={format_spec(hints[argument.name])} pads a dim of {size} to {-(-size // ways) * ways}"
+        for argument in graph.program.arguments
+        if argument.name in hints
+        for size, split in zip(argument.type.shape, hints[argument.name], strict=False)
+        if not fits(size, ways := mesh.ways(split))
+    ]
+    most = f"what is computed of them may be padded by at most {MAX_PADDING - 1:.0%}"
+    return f"{'; '.join(found)}: {most}" if found else ""
+
+
+def _no_plan(solution: Solution, mesh: Mesh, hints: Mapping[str, Spec] | None, padded: str = "") -> NoPlanError:
+    """The message: why there is no plan; `padded` as from `_padded`."""
     shape = "x".join(str(size) for size in mesh.shape)
     least = solution.least_usage
     if solution.status is Status.INFEASIBLE and least is None and hints:
         # Without hints some plan always exists: everything replicated.
+        if padded:
+            return NoPlanError(f"no plan exists on mesh {shape}: {padded}")
         given = "; ".join(f"{name}={format_spec(spec)}" for name, spec in hints.items())
         return NoPlanError(
             f"no plan exists on mesh {shape}: the hints contradict each other, or what the program allows "
