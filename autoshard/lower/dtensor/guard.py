@@ -4,7 +4,8 @@ Arguments outside a strategy's valid placements are redistributed first, by DTen
 
 - `Partial` reaches only ops that are linear in it: `x.sum(0) + 1` would add 1 on every process;
 - means of unevenly split dims would be means of the processes' means;
-- `max` and `min` along a split dim would give positions within each process's shard.
+- `max` and `min` along a split dim would give positions within each process's shard;
+- `gather` along a dim that several mesh axes split would look for rows in other shards than those that have them.
 """
 
 from __future__ import annotations
@@ -93,9 +94,10 @@ class _Guarded:
         if self.plain == "mean":
             parts = (spec.mesh.size(i) for i, p in enumerate(spec.placements) if p == placement)
             return bool(spec.shape[placement.dim] % prod(parts))
-        if self.positions and position == 0:
-            return not isinstance(dim := schema.args_schema[1], int) or dim % len(spec.shape) == placement.dim
-        return False
+        if not (self.positions or self.plain == "gather") or position:
+            return False
+        along = not isinstance(dim := schema.args_schema[1], int) or dim % len(spec.shape) == placement.dim
+        return along and (self.positions or spec.placements.count(placement) > 1)
 
     def linear(self, schema: OpSchema, axis: int) -> bool:
         """Whether `Partial` may reach the op."""

@@ -36,6 +36,7 @@ CASES = {
     "means of unequal parts": ((5, 3, 6), lambda x: x.mean((0, 1)) + x.mean()),
     "largest along a dim": ((8, 4, 6), lambda x: x.max(0).values + x.max(1).values.sum(0)),
     "where the largest is": ((5, 3, 6), lambda x: x + x.argmax(0) + x.argmax(1, keepdim=True)),
+    "gathered along a dim": ((8, 4, 6), lambda x: x.gather(0, torch.arange(192).view(8, 4, 6) * 5 % 8)),
     "two pads of one shape": ((8, 4, 6), lambda x: pad(x, (1, 0, 0, 0))[..., 1:] + pad(x, (0, 0, 1, 0))[:, 1:]),
     "ignored labels": ((8, 6), lambda x: cross_entropy(x, labels((8,)))),
     "ignored labels of pixels": ((8, 6, 2, 2), lambda x: cross_entropy(x, labels((8, 2, 2)))),
