@@ -221,3 +221,27 @@ def test_values_that_leave_a_module_are_found():
     assert values.backward > 50
     assert values.reads["blocks.0.up.weight"] == (("data",), ()), "kept split over model too, and gathered to be read"
     assert module_values(planned("accumulated")).inputs["model.embed_tokens"], "tokens, gathered to be read"
+
+
+def test_a_planned_model_that_is_dropped_leaves_the_others(tmp_path):
+    code = f"""
+import gc, torch, autoshard
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * torch.arange(8, device=x.device)
+x = torch.ones(4, 8)
+plan = autoshard.plan(Scaled(8, 8), x, mesh=(1, 1), device="cpu", loss_fn=torch.sum)
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+lowered = plan.to_dtensor(init_device_mesh("cpu", (1, 1), mesh_dim_names=plan.mesh.axis_names))
+first, second = Scaled(8, 8), Scaled(8, 8)
+lowered.apply(first)
+lowered.apply(second)
+del first
+gc.collect()
+print(second(x).shape)
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == ["torch.Size([4, 8])"], done.stderr[-2000:]
