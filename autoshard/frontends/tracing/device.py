@@ -79,18 +79,6 @@ class _Xla:
         pass
 
 
-def empty(tensor: torch.Tensor) -> None:
-    """Leave a lazy tensor of torch_xla's without elements, so that nothing is computed for it."""
-    with contextlib.suppress(RuntimeError):  # torch has freed it with another one
-        try:
-            torch.utils.swap_tensors(tensor, tensor.new_empty(0))
-        except RuntimeError:  # something else refers to it, such as a view
-            tensor.detach_()
-            torch._functionalize_replace(tensor, torch._from_functional_tensor(tensor.new_empty(0)))
-            torch._functionalize_commit_update(tensor)
-            torch._functionalize_sync(tensor)
-
-
 @cache
 def _tensor_id() -> Callable[[torch.Tensor], int]:
     import torch_xla

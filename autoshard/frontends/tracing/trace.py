@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import traceback
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 from weakref import ref
@@ -29,9 +27,10 @@ from autoshard.frontends.switches.handlers import ATTENTION, CLIPS, EXPERTS, MIC
 from autoshard.frontends.tracing import refusals
 from autoshard.frontends.tracing.attributes import Attributes
 from autoshard.frontends.tracing.copies import Copies
-from autoshard.frontends.tracing.device import empty, is_xla, tensor_id, tensor_type
+from autoshard.frontends.tracing.device import is_xla, tensor_id, tensor_type
 from autoshard.frontends.tracing.inputs import Inputs, input_names, key_name, split_inputs
 from autoshard.frontends.tracing.known import SHAPING, Kinds, KnownValues, UnknownValueError, described
+from autoshard.frontends.tracing.leftovers import nothing_left
 from autoshard.frontends.tracing.modules import ModulePaths, tensor_parallel_plan
 from autoshard.frontends.tracing.next_step import Pass, draw_again
 from autoshard.frontends.tracing.optimizer import make_optimizer, seed_state, state_tensors, state_values, step
@@ -59,41 +58,6 @@ from autoshard.program import (
     of_micro_step,
 )
 from autoshard.version import version_of
-
-
-@contextlib.contextmanager
-def nothing_left() -> Iterator[list[Mapping[int, object]]]:
-    """Free all lazy tensors of a capture, also when it fails; the list is for the ids of what it makes.
-
-    torch_xla's next sync runs every live lazy tensor, and crashes on a placeholder, which has no data. Reference cycles
-    could keep one, or the frames of a stored error (a notebook keeps the last one); so chained errors are reduced to
-    their messages. What the program itself keeps, such as what a hook puts into a list, has no element afterwards.
-    """
-    made: list[Mapping[int, object]] = []
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()  # the collection below skips all that is older than the capture
-    try:
-        yield made
-    except BaseException as error:
-        failures: list[BaseException | None] = [error]
-        seen: set[int] = set()
-        while failures:
-            failure = failures.pop()
-            if failure is not None and id(failure) not in seen:
-                seen.add(id(failure))
-                traceback.clear_frames(failure.__traceback__)
-                failures += [failure.__cause__, failure.__context__]
-                if failure is not error:
-                    failure.__traceback__ = None
-        raise
-    finally:
-        gc.collect()
-        if made:
-            _empty(made[0])
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
 
 
 def trace_step(
@@ -124,15 +88,6 @@ def trace_step(
             program = traced.step(inputs, loss_fn, optimizer, train, count, float(most) if most else None)
         del traced
         return program
-
-
-def _empty(made: Container[int]) -> None:
-    """Empty those of these lazy tensors that are new and that a program keeps: torch_xla's own are inside them."""
-    with warnings.catch_warnings(action="ignore"):  # torch owns some, and frees them with those of the program
-        kept = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and is_xla(each)]
-        kept = [each for each in kept if torch._is_functional_tensor(each) and tensor_id(each) in made]
-        while kept:
-            empty(kept.pop())  # views first
 
 
 def leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
